@@ -187,7 +187,7 @@ TORCH_FILES = {
         "diffusion/families/stable_diffusion.py diffusion/families/stable_diffusion_xl.py diffusion/family.py "
         "diffusion/row_by_row.py diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py mlp.py "
         "parallel/torch_collectives.py recurrent_layers.py sampler.py static_decode.py static_inputs.py "
-        "step_tensors.py streams.py torch_formats.py torch_step_model.py vision_tower.py"
+        "step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py vision_tower.py"
     ),
     "kernels": words(
         "compile_check.py four_bits.py kv_format.py paged.py reference.py reference_invariant.py "

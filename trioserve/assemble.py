@@ -198,7 +198,7 @@ class _Opening:
         self._metrics = Metrics(self._served_names[0])
         self._engine: Engine | None = None
         self._adapters = Adapters(
-            self._files.read_adapter if config.enable_lora or config.lora_modules else None,
+            self._files.read_adapter if config.accepts_adapters else None,
             adapters_max=max(config.max_loras, config.max_cpu_loras or 0, len(config.lora_modules)),
             reserved_names=self._served_names,
         )

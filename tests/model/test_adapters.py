@@ -307,6 +307,18 @@ def test_adapter_with_a_rank_above_the_limit_is_refused(saved: tuple[Path, Path]
         read_changed(saved, tmp_path / "a", rank_max=7)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
+def test_adapter_with_numbers_that_are_not_finite_is_refused(
+    saved: tuple[Path, Path], tmp_path: Path, value: float
+) -> None:
+    def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        next(tensor for name, tensor in tensors.items() if "lora_B" in name)[1, 2] = value
+        return tensors
+
+    with pytest.raises(ModelLoadError, match=r"numbers in the factors of .* are infinite or NaN in float32"):
+        read_changed(saved, tmp_path / "a", tensors=changed)
+
+
 def test_adapter_file_with_any_damaged_byte_is_refused_or_works(saved: tuple[Path, Path], tmp_path: Path) -> None:
     checkpoint, directory = saved
     config = open_checkpoint(checkpoint).config

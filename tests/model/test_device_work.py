@@ -20,12 +20,15 @@ from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.static_decode import StaticDecode
+from trioserve.model.torch_adapters import AdapterColumns
 from trioserve_kernels import reference_fused
 
 META = torch.device("meta")
 # Operators that launch nothing: they make views or reserve memory.
 FREE = ("view", "reshape", "slice", "select.int", "transpose", "t.default", "empty", "split", "unsqueeze", "as_strided")
 FREE += ("expand", "permute", "unbind", "detach", "alias", "squeeze", "chunk", "narrow", "flatten", "lift_fresh")
+# Launches of the adapters of one layer: for each of four products, two launches and one for each of its matrices.
+ADAPTER_MAX = 15
 # Launches of one layer. Dense layers have at most 16 in plain torch, where some kernels are several operators.
 DENSE_MAX, LATENT_MAX, STATE_MAX, MIXTURE_MAX = 24, 48, 72, 64
 
@@ -72,10 +75,10 @@ KERNELS: Any = SimpleNamespace(
 )
 
 
-def launches(path: Path, rows: int, *, has_prompt: bool = False) -> tuple[int, int]:
+def launches(path: Path, rows: int, *, has_prompt: bool = False, has_adapters: bool = False) -> tuple[int, int]:
     """Return the launches of a step of fixed shape, and the number of layers. Fail if the host reads.
 
-    With has_prompt, the step has tables for prompts beside decodes.
+    With has_prompt, the step has tables for prompts beside decodes. With has_adapters, rows may use adapters.
     """
     config = open_checkpoint(path).config
     model = Decoder(config, KERNELS, dtype=torch.bfloat16, device=META)
@@ -99,8 +102,11 @@ def launches(path: Path, rows: int, *, has_prompt: bool = False) -> tuple[int, i
         kept_max=rows,
         context_tokens_max=100,
         prompt_rows_max=64 if has_prompt else 0,
+        adapters=AdapterColumns(model.adapted, {}, 32, dtype=torch.bfloat16, device=META) if has_adapters else None,
     )
-    size = next(size for size in static.sizes if bool(size.chunks) == has_prompt and size.rows >= rows)
+    wanted = (has_prompt, has_adapters)
+    sizes = (size for size in static.sizes if (bool(size.chunks), size.has_adapters) == wanted)
+    size = next(size for size in sizes if size.rows >= rows)
     with Launches() as seen, torch.inference_mode():
         static._compute(size)
     return seen.count, config.layer_count
@@ -125,6 +131,8 @@ def test_host_reads_nothing_in_a_step_and_launches_do_not_depend_on_the_rows(
     many, _ = launches(path, 64)
     assert few == many
     assert few < 16 + layers * layer_max
+    with_adapters, _ = launches(path, 2, has_adapters=True)
+    assert with_adapters <= few + 1 + ADAPTER_MAX * layers
     if open_checkpoint(path).config.state_bytes:
         return  # Prompts of models with states have no steps of fixed shape.
     with_prompt, _ = launches(path, 2, has_prompt=True)

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values, convert, dtype_of, empty_values, values_of
+from trioserve.model.number_formats import (
+    VALUE_BYTES,
+    Dtype,
+    Values,
+    are_finite,
+    convert,
+    dtype_of,
+    empty_values,
+    values_of,
+)
 from trioserve.model.torch_formats import TORCH_DTYPES, as_tensor
 
 
@@ -41,3 +50,13 @@ def test_numbers_are_rounded_to_the_nearest_as_torch_does(stored: Dtype, wanted:
     assert torch.equal(given.nan_to_num(7.0), expected.nan_to_num(7.0))
     zeros = expected == 0
     assert torch.equal(given[zeros].signbit(), expected[zeros].signbit())
+
+
+@pytest.mark.parametrize("dtype", VALUE_BYTES)
+@pytest.mark.parametrize("value", (float("inf"), -float("inf"), float("nan")))
+def test_only_infinite_numbers_and_nan_are_not_finite(dtype: Dtype, value: float) -> None:
+    values = empty_values((3,), dtype)
+    convert(np.array([-0.0, 6e4, -6e-8], dtype=np.float32), values)
+    assert are_finite(values)
+    convert(np.array([1.0, value, 1.0], dtype=np.float32), values)
+    assert not are_finite(values)

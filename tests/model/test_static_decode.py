@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from trioserve.bench.inside.adapter_bench import random_adapter
+from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -371,6 +373,99 @@ def test_draft_tokens_are_rows_of_steps_of_fixed_shape(
         assert len(said) > len(prompt_of(4, 0)) + 4
     monkeypatch.undo()
     assert generated() == tokens
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen2-sliding", "gemma3n", "mixtral", "falcon-h1"))
+def test_adapters_use_steps_of_fixed_shape(
+    kind: str,
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    static_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts and decodes with and without adapters of different ranks, which are loaded and removed between steps."""
+    shapes: list[StepSize] = []
+    fill = StaticInputs.fill
+
+    def noted(self: StaticInputs, rows: StaticRows, size: StepSize, awaited: Any) -> int:
+        shapes.append(size)
+        return fill(self, rows, size, awaited)
+
+    monkeypatch.setattr(StaticInputs, "fill", noted)
+    targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+
+    def said() -> tuple[dict[str, list[int]], list[Any]]:
+        options = {"cpu_kernels": "torch", "max_num_batched_tokens": 64, "max_lora_graph_rank": 12}
+        runner = step_driver.load_runner(tiny_checkpoint(kind), **options)
+        driver = step_driver.StepDriver(runner)
+        logprobs = []
+
+        def load(id: int, rank: int) -> AdapterRef:
+            weights = random_adapter(runner.config, "float32", rank, targets[:: 1 + id % 2], id, 0.2)
+            runner.add_adapter(AdapterId(id), weights)
+            return AdapterRef(AdapterId(id), weights.digest)
+
+        def add(name: str, adapter: AdapterRef | None) -> None:
+            driver.add(name, prompt_of(4, 1), SamplingParams(temperature=0.0, logprobs=1), adapter=adapter)
+
+        def step(*names: str) -> None:
+            result = driver.step({name: driver.left(name) for name in names})
+            assert not result.errors
+            logprobs.append({name: entry.logprob for name, entry in result.logprobs.items()})
+
+        add("plain", None)
+        add("a", load(1, 3))
+        add("b", load(2, 8))
+        step("plain", "a")
+        step("plain", "b", "a")
+        step("a", "plain", "b")
+        step("plain")
+        runner.remove_adapter(AdapterId(1))
+        driver.forget("a")
+        add("c", load(3, 5))
+        step("c")  # takes the columns of b
+        step("c", "b")  # 13 columns in all
+        step("b", "plain")
+        add("d", load(4, 4))
+        step("d", "b")
+        step("d", "c", "plain")
+        step("b", "d", "plain")
+        return driver.tokens, logprobs
+
+    tokens, logprobs = said()
+    has_prompts = kind != "falcon-h1"
+    kinds = [(bool(size.chunks), size.has_adapters) for size in shapes]
+    prompts, decodes, plain = (True, True), (False, True), (False, False)
+    first = [prompts, prompts] if has_prompts else []
+    third = [prompts] if has_prompts else []
+    assert kinds == [*first, decodes, plain, *third, decodes, *third, decodes, decodes]
+    monkeypatch.undo()
+    wanted_tokens, wanted_logprobs = said()
+    assert tokens == wanted_tokens
+    for got, wanted in zip(logprobs, wanted_logprobs, strict=True):
+        assert got == pytest.approx(wanted, abs=1e-4)
+
+
+def test_adapter_of_a_higher_rank_than_prepared_uses_no_step_of_fixed_shape(
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    static_sizes: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for graph_rank, expected in ((8, [3, 3]), (7, []), (0, [])):
+        del static_sizes[:]
+        caplog.clear()
+        path = tiny_checkpoint("llama")
+        runner = step_driver.load_runner(path, cpu_kernels="torch", max_lora_graph_rank=graph_rank)
+        weights = random_adapter(runner.config, "float32", 8, ("q_proj",), 1)
+        runner.add_adapter(AdapterId(1), weights)
+        driver = step_driver.StepDriver(runner)
+        names = ["a", "b", "c"]
+        for name in names:
+            driver.add(name, [5, 6], adapter=AdapterRef(AdapterId(1), weights.digest))
+        driver.generate(names, 3)
+        assert static_sizes == expected
+        assert ("rank 8, and --max-lora-graph-rank is 7" in caplog.text) == (graph_rank == 7)
 
 
 def test_more_rows_or_longer_contexts_than_prepared_use_no_step_of_fixed_shape(

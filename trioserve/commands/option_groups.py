@@ -34,7 +34,8 @@ GROUPS = {
         "wide_prompt_stretch enable_prefix_caching"
     ),
     "adapters": _words(
-        "enable_lora lora_modules max_loras max_cpu_loras max_lora_rank allow_runtime_lora_updating allowed_lora_path"
+        "enable_lora lora_modules max_loras max_cpu_loras max_lora_rank max_lora_graph_rank "
+        "allow_runtime_lora_updating allowed_lora_path"
     ),
     "server": _words(
         "host port ui uds root_path served_model_name cors_origin allowed_host frontend max_connections "

@@ -30,17 +30,19 @@ class AdapterWeights:
         digest: hash that names the content.
         dtype: number format of the matrices.
         matrices: low-rank matrices by the name of the model's matrix, such as layers.0.q_proj (see loading/names.py).
+        rank_max: largest rank of all matrices of the adapter. None: `matrices` has all of them.
+
+    Attributes:
+        rank_max: see above. Equal in all processes that compute parts of one model.
     """
 
-    def __init__(self, digest: str, dtype: Dtype, matrices: Mapping[str, AdapterMatrix]) -> None:
+    def __init__(
+        self, digest: str, dtype: Dtype, matrices: Mapping[str, AdapterMatrix], rank_max: int | None = None
+    ) -> None:
         self.digest = digest
         self.dtype: Dtype = dtype
         self.matrices = dict(matrices)
-
-    @property
-    def rank_max(self) -> int:
-        """Largest rank of all matrices."""
-        return max(len(matrix.a) for matrix in self.matrices.values())
+        self.rank_max = max(len(matrix.a) for matrix in matrices.values()) if rank_max is None else rank_max
 
     @property
     def byte_count(self) -> int:

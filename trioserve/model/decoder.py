@@ -91,6 +91,7 @@ class _Attention:
             self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
         self._sinks = Sinks(name, attention, device=device) if attention.has_sinks else None
         self._output = linear(queries, attention.has_output_bias, o_proj=hidden)
+        self.adapted = (self._qkv, self._output)
         gates = () if self._gate is None else (self._gate,)
         self.linears = (self._qkv, *gates, self._output)
 
@@ -233,6 +234,12 @@ class _Layer:
         further = (self._beside, self._laurel, self.streams)
         linears = [linear for part in further if part is not None for linear in part.linears]
         return *self._attention.linears, *linears, *(() if self._mlp is None else self._mlp.linears)
+
+    @property
+    def adapted(self) -> tuple[Linear, ...]:
+        """Linear layers that add the products of adapters."""
+        attention = self._attention.adapted if isinstance(self._attention, _Attention) else ()
+        return *attention, *(self._mlp.linears if isinstance(self._mlp, Mlp) else ())
 
     @property
     def products(self) -> dict[tuple[int, int], Callable[[Tensor], Tensor]]:
@@ -425,6 +432,11 @@ class Decoder:
         plain = {(linear.inputs, linear.outputs): linear for linear in linears}
         grouped = {shape: product for layer in self._layers for shape, product in layer.products.items()}
         return [(inputs, product) for found in (plain, grouped) for (inputs, _), product in found.items()]
+
+    @property
+    def adapted(self) -> list[Linear]:
+        """Linear layers that add the products of adapters."""
+        return [linear for layer in self._layers for linear in layer.adapted]
 
     @property
     def saved_bytes(self) -> int:

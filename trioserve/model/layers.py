@@ -16,7 +16,7 @@ from trioserve.model.model_config import ModelConfig, RankPart
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.shares import vocab_runs
 from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.step_tensors import AdapterRows
+from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
@@ -102,6 +102,9 @@ class Linear:
         kernels: kernels that multiply. None selects the products of torch.
         block_type: block type of all projections in the checkpoint, if W stays in 4 bits, see four_bits.py. None: W has
             the dtype.
+
+    Attributes:
+        parts: number of outputs of each projection, by its name.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class Linear:
         self._four_bits: FourBitWeight | None = None
         self._linear = reference.linear if kernels is None else kernels.linear
         self.inputs = inputs
-        self._outputs = dict(outputs)
+        self.parts = dict(outputs)
         self._dtype = dtype
         self._device = device
         self._weight: Tensor | None = None
@@ -131,7 +134,7 @@ class Linear:
 
     @property
     def outputs(self) -> int:
-        return sum(self._outputs.values())
+        return sum(self.parts.values())
 
     @property
     def saved_bytes(self) -> int:
@@ -142,7 +145,7 @@ class Linear:
 
     def slots(self) -> Iterator[TensorSlot]:
         first = 0
-        for name, size in self._outputs.items():
+        for name, size in self.parts.items():
             fill = functools.partial(self._fill, name, first)
             slot = TensorSlot(f"{name}.weight", (size, self.inputs), self._dtype, fill)
             if self._block_type is not None:
@@ -179,7 +182,7 @@ class Linear:
             product = _packed_product if self._packed else functional.linear
             outputs = self._linear(values, self._weight, self._bias, product)
         if adapters is not None:
-            adapters.add_(outputs, values, self._outputs)
+            adapters.add_(outputs, values, self.parts)
         return outputs
 
     def _fill_blocks(self, block_type: str, name: str, blocks: Tensor) -> None:
@@ -187,7 +190,7 @@ class Linear:
         self._four_bit_parts[name] = weight_of_blocks(block_type, blocks.to(self._device))
         self._missing.discard(name)
         if not self._missing:
-            self._four_bits = join([self._four_bit_parts.pop(each) for each in self._outputs])
+            self._four_bits = join([self._four_bit_parts.pop(each) for each in self.parts])
 
     def _fill(self, name: str, first: int, tensor: Tensor) -> None:
         """Copy the rows of one projection. The weight is complete after the last projection.
@@ -195,15 +198,15 @@ class Linear:
         A call after the last projection starts to replace the old weight. All projections must then be copied again.
         """
         if not self._missing:
-            self._missing = set(self._outputs)
+            self._missing = set(self.parts)
             if self._packed:
                 self._weight = None  # The old weight is packed, but the new weight is copied in plain order.
         if self._weight is None:
             # The weight is not allocated before its first tensor is read. If the file has the same order of tensors,
             # only one unpacked weight exists at a time.
-            rows = sum(self._outputs.values())
+            rows = sum(self.parts.values())
             self._weight = torch.empty(rows, self.inputs, dtype=self._dtype, device=self._device)
-        self._weight[first : first + self._outputs[name]].copy_(tensor)
+        self._weight[first : first + self.parts[name]].copy_(tensor)
         self._missing.discard(name)
         if not self._missing:
             self.take(self._weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trioserve.model.layer_config import Activation, ExpertsConfig
 from trioserve.model.layers import Linear, MakeLinear
-from trioserve.model.step_tensors import AdapterRows
+from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks

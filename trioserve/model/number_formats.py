@@ -17,6 +17,7 @@ __all__ = [
     "Float32Array",
     "KvFormat",
     "Values",
+    "are_finite",
     "convert",
     "dtype_of",
     "empty_values",
@@ -33,7 +34,7 @@ Values: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDAr
 VALUE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _ARRAY_TYPES: dict[Dtype, type[np.generic]] = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
-_NAN_BITS = 0x7FC0
+_NAN_BITS, _EXPONENT_BITS = 0x7FC0, 0x7F80
 
 
 def empty_values(shape: tuple[int, ...], dtype: Dtype) -> Values:
@@ -81,6 +82,18 @@ def convert(values: Values, result: Values) -> None:
     else:
         with np.errstate(over="ignore", invalid="ignore"):
             result[...] = cast(Any, singles)
+
+
+def are_finite(values: Values) -> bool:
+    """Return True if no value is infinite or NaN.
+
+    Args:
+        values: array in any of the formats.
+    """
+    if values.dtype == np.uint16:
+        bits = cast("npt.NDArray[np.uint16]", values)
+        return not bool(((bits & _EXPONENT_BITS) == _EXPONENT_BITS).any())
+    return bool(np.isfinite(values).all())
 
 
 def _as_float32(values: Values) -> Float32Array:

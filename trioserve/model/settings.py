@@ -32,6 +32,7 @@ KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 # Limit in tokens. Only whole blocks can be shared, and unused slots in a sequence's last block are wasted memory.
 BLOCK_SIZE_MAX = 256
 THREADS_MAX = 1_024
+GRAPH_RANK_MAX = 4_096  # With more, a step with adapters would take longer than kernel by kernel.
 # Defaults of a CPU: more sequences or tokens would lengthen a step by as much as they bring.
 MAX_NUM_SEQS_CPU, STEP_TOKENS_CPU = 64, 512
 # A decode step reads all weights once for any number of rows. Up to this number, a GPU computes further rows in less
@@ -62,6 +63,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         context_tokens_max: longest sequence in tokens. None selects the model's limit.
         enforce_eager: do not use CUDA graphs.
         mixed_graphs: also use CUDA graphs for steps with prompt chunks. False: only for decodes.
+        max_lora_graph_rank: largest sum of the ranks of all adapters of one step in a CUDA graph. 0: a step with an
+            adapter uses no CUDA graph.
         batch_invariant: the bits of a row depend only on its own tokens and the weights.
         ranks_here: number of processes on this machine, including this one, that compute one model together and share
             the machine's memory.
@@ -85,6 +88,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens_max: int | None = None
     enforce_eager: bool = False
     mixed_graphs: bool = True
+    max_lora_graph_rank: int = 0
     batch_invariant: bool = False
     ranks_here: int = 1
 
@@ -110,6 +114,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if value is not None and value < 1:
                 raise StartupError(f"{name} is {value}, allowed is 1 or more")
+        if not 0 <= self.max_lora_graph_rank <= GRAPH_RANK_MAX:
+            raise StartupError(f"max_lora_graph_rank is {self.max_lora_graph_rank}, allowed is 0 to {GRAPH_RANK_MAX:,}")
         if self.threads is not None and not 1 <= self.threads <= THREADS_MAX:
             raise StartupError(f"threads is {self.threads}, allowed is 1 to {THREADS_MAX}")
 

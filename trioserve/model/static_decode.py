@@ -6,7 +6,8 @@ afterwards, because no grid, size or allocation depends on the step. The host al
 because the chosen tokens are already on the device.
 
 There are sizes for steps of decodes, and sizes for steps with prompt chunks beside decodes. A draft token is a row of
-its own: it is a decode whose context ends with this token. A recorded step ends with the hidden states of all rows. The
+its own: it is a decode whose context ends with this token. Steps with adapters have sizes of their own, so that other
+steps do not pay for adapters. A recorded step ends with the hidden states of all rows. The
 head and the sampling follow outside of it, so a row may ask for logprobs, penalties or masks without changing the shape
 of the layers.
 """
@@ -23,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage, StateStorage
@@ -37,6 +39,7 @@ from trioserve.model.step_tensors import (
     StepTensors,
     TableWalk,
 )
+from trioserve.model.torch_adapters import AdapterColumns
 from trioserve.model.torch_formats import ALIGNMENT_BYTES
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens
 
@@ -103,6 +106,17 @@ def prompt_row_sizes(rows_max: int) -> tuple[int, ...]:
     return tuple(rows for before, rows in zip((0, *PROMPT_ROWS), PROMPT_ROWS, strict=False) if before < rows_max)
 
 
+def adapter_row_sizes(rows_max: int) -> tuple[int, ...]:
+    """Return the row counts of decodes with adapters: powers of 2, and rows_max.
+
+    They are few, because every recorded size needs seconds and memory, and only some steps have adapters.
+
+    Args:
+        rows_max: largest row count.
+    """
+    return (*(1 << power for power in range((rows_max - 1).bit_length())), rows_max)
+
+
 class StaticDecode:
     """Steps of fixed shape of one model over one KV cache with a spare block.
 
@@ -115,12 +129,14 @@ class StaticDecode:
         kept_max: largest number of tokens that a step of any shape chooses.
         context_tokens_max: longest context in tokens.
         prompt_rows_max: largest number of rows of a step with prompt chunks. 0: only steps of decodes.
+        adapters: adapters of the steps. None: a step with an adapter has no fixed shape.
         record: recorder of steps. None computes each step operator by operator.
         record_seconds_max: time after which record_all stops. None: record_all does not stop, because ranks must record
             the same steps.
 
     Attributes:
-        sizes: sizes of a step, see row_sizes and prompt_row_sizes. Steps of decodes come first.
+        sizes: sizes of a step, see row_sizes, prompt_row_sizes and adapter_row_sizes. Sizes with adapters come last,
+            and sizes of decodes come before sizes with prompt chunks.
     """
 
     def __init__(
@@ -133,6 +149,7 @@ class StaticDecode:
         context_tokens_max: int,
         states: StateStorage[Tensor] | None = None,
         prompt_rows_max: int = 0,
+        adapters: AdapterColumns | None = None,
         record: Recorder | None = None,
         record_seconds_max: float | None = None,
     ) -> None:
@@ -141,6 +158,7 @@ class StaticDecode:
         self._model = model
         self._storage = storage
         self._states = states
+        self._adapters = adapters
         self._record = record
         self._record_seconds_max = record_seconds_max
         self._replays: dict[StepSize, Replay] = {}
@@ -158,6 +176,9 @@ class StaticDecode:
             StepSize(rows, min(rows, decode_tables), PROMPT_CHUNKS_MAX, tile_tokens)
             for rows in prompt_row_sizes(prompt_rows_max if states is None else 0)
         ]
+        if adapters is not None:
+            few = adapter_row_sizes(decodes_max)
+            self.sizes += [replace(size, has_adapters=True) for size in self.sizes if size.chunks or size.rows in few]
         self._inputs = StaticInputs(
             self.sizes,
             kept_max=kept_max,
@@ -198,12 +219,15 @@ class StaticDecode:
             seconds = time.perf_counter() - begun_at
         left = [size.rows for size in self.sizes if size not in self._replays]
         self.sizes = [size for size in self.sizes if size in self._replays]
+        plain = [size for size in self.sizes if not size.has_adapters]
         logger.info(
-            "recorded %d steps in %.1f s: decodes of up to %d rows, prompts beside decodes in %s rows%s",
+            "recorded %d steps in %.1f s: decodes of up to %d rows, prompts beside decodes in %s rows, %d of the steps "
+            "with adapters%s",
             len(self._replays),
             seconds,
-            max((size.rows for size in self.sizes if not size.chunks), default=0),
-            ", ".join(str(size.rows) for size in self.sizes if size.chunks) or "no",
+            max((size.rows for size in plain if not size.chunks), default=0),
+            ", ".join(str(size.rows) for size in plain if size.chunks) or "no",
+            len(self.sizes) - len(plain),
             f"; {len(left)} steps of {max(left)} rows and fewer are left out to bound the time" if left else "",
         )
 
@@ -222,14 +246,17 @@ class StaticDecode:
         Returns:
             Hidden states of the sampled rows after the last layer, [n, hidden_size], or of any row if none is sampled,
             which the next launch overwrites, and a function that returns the input token of each sampled row, int64
-            [n], until kept_ids change. None if no size fits the chunks, or if a chunk has an adapter or given
-            embeddings.
+            [n], until kept_ids change. None if no size fits the chunks, if their adapters do not fit together, or if a
+            chunk has given embeddings.
         """
         if not all(map(self._takes, chunks)):
             return None
         rows = StaticRows(chunks)
-        size = self._size(rows)
+        adapters = dict.fromkeys(chunk.request.adapter.id for chunk in chunks if chunk.request.adapter is not None)
+        size = self._size(rows, has_adapters=bool(adapters))
         if size is None:
+            return None
+        if self._adapters is not None and adapters and not self._adapters.place(adapters):
             return None
         awaited_rows = {rows.first_rows[place]: kept for place, kept in awaited.items()}
         self._inputs.send(size, self._inputs.fill(rows, size, awaited_rows))
@@ -243,25 +270,31 @@ class StaticDecode:
         hidden = self._hidden.index_select(0, sampled)
         return hidden, lambda: inputs.ids.index_select(0, inputs.id_places.index_select(0, sampled))
 
-    def _takes(self, chunk: ScheduledChunk) -> bool:
-        """Return True if a chunk can be part of a step of fixed shape.
+    def forget_adapter(self, id: AdapterId) -> None:
+        """Free the columns of an adapter that is no longer loaded.
 
-        Chunks with an adapter are not possible, because the number of an adapter's rows would have to be fixed.
+        Args:
+            id: number of the adapter.
         """
+        if self._adapters is not None:
+            self._adapters.forget(id)
+
+    def _takes(self, chunk: ScheduledChunk) -> bool:
+        """Return True if a chunk can be part of a step of fixed shape."""
         return (
             chunk.start + chunk.row_count <= self._context_tokens_max
-            and chunk.request.adapter is None
             and len(chunk.states) <= 1
             and not (chunk.states and chunk.draft)
             and all(rows.end <= chunk.start for rows in chunk.request.given)
         )
 
-    def _size(self, rows: StaticRows) -> StepSize | None:
+    def _size(self, rows: StaticRows, *, has_adapters: bool) -> StepSize | None:
         """Return the smallest size that fits the rows. None if there is none."""
         fitting = (
             size
             for size in self.sizes
             if bool(size.chunks) == bool(rows.prompts)
+            and size.has_adapters == has_adapters
             and rows.count <= size.rows
             and len(rows.decodes) <= size.decodes
             and len(rows.prompts) <= size.chunks
@@ -272,6 +305,9 @@ class StaticDecode:
         """Compute the layers of a step, and return a view of its hidden states, [rows, hidden_size]."""
         inputs = self._inputs.tensors[size]
         step = replace(self._steps[size], token_ids=inputs.ids.index_select(0, inputs.id_places))
+        if size.has_adapters:
+            assert self._adapters is not None, "a size with adapters needs their columns"
+            step = replace(step, adapters=self._adapters.rows(inputs.adapters))
         hidden = self._model.forward(step, self._storage, states=self._states)
         assert hidden is not None, "a launched step is never abandoned"
         return self._hidden[: size.rows].copy_(hidden)

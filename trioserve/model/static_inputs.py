@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.step_model import sampled_indexes, sampled_rows
+from trioserve.model.torch_adapters import NO_ADAPTER
 from trioserve.model.torch_formats import ALIGNMENT_BYTES
 
 __all__ = ["InputTensors", "StaticInputs", "StaticRows", "StepSize"]
@@ -39,12 +40,14 @@ class StepSize:
         decodes: largest number of decodes.
         chunks: largest number of prompt chunks. 0 for steps of decodes.
         tile_tokens: rows of one tile of a prompt chunk.
+        has_adapters: rows may use adapters.
     """
 
     rows: int
     decodes: int
     chunks: int = 0
     tile_tokens: int = 1
+    has_adapters: bool = False
 
     @property
     def chunk_tables(self) -> int:
@@ -74,6 +77,7 @@ class StepSize:
             "tiles": (np.int32, 2 * self.tiles),
             "state_reads": (np.int64, self.decodes),
             "state_writes": (np.int64, self.decodes),
+            "adapters": (np.int32, self.rows if self.has_adapters else 0),
         }
 
 
@@ -107,6 +111,18 @@ class StaticRows:
                 self.count += chunk.count
         self.sampled = sampled_indexes(chunks, self.first_rows)
 
+    @property
+    def adapters(self) -> list[int]:
+        """Number of each row's adapter, NO_ADAPTER for a row without one."""
+        numbers = [_adapter_number(chunk) for chunk in self.decodes]
+        for chunk in self.prompts:
+            numbers += [_adapter_number(chunk)] * chunk.count
+        return numbers
+
+
+def _adapter_number(chunk: ScheduledChunk) -> int:
+    return NO_ADAPTER if chunk.request.adapter is None else chunk.request.adapter.id
+
 
 @dataclass(frozen=True, slots=True)
 class InputTensors:
@@ -123,6 +139,8 @@ class InputTensors:
         tiles: int32 [tiles, 2], see ChunkTables.
         state_reads: int64 [decodes], slot of each decode's state before the step. Not used by models without states.
         state_writes: int64 [decodes], slot of each decode's state after the step.
+        adapters: int32 [n], number of each row's adapter, NO_ADAPTER for a row without one. Empty if the size has no
+            adapters.
         block_tables: int32 [tables, width_max]. Only the blocks of a context are defined.
     """
 
@@ -136,6 +154,7 @@ class InputTensors:
     tiles: Tensor
     state_reads: Tensor
     state_writes: Tensor
+    adapters: Tensor
     block_tables: Tensor
 
 
@@ -287,6 +306,9 @@ class _HostSide:
         for name in ("known_ids", "positions"):
             fields[name][rows.count :] = 0
         fields["slots"][rows.count :] = self._spare_slot
+        if size.has_adapters:
+            fields["adapters"][: rows.count] = rows.adapters
+            fields["adapters"][rows.count :] = NO_ADAPTER
         return width_max
 
     def _fill_decodes(

@@ -45,11 +45,9 @@ from trioserve.model.step_tensors import (
     HeadShape,
     StepShape,
     StepTensors,
-    TorchAdapter,
-    adapter_rows,
     build_step_tensors,
-    torch_adapter,
 )
+from trioserve.model.torch_adapters import AdapterColumns, TorchAdapter, adapter_rows
 from trioserve.model.torch_formats import TORCH_DTYPES, Sending, TensorSlot
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels, why_not_triton
@@ -237,6 +235,7 @@ class TorchStepModel:
                     context_tokens_max=self._settings.context_tokens_max or self.config.context_tokens_max,
                     prompt_rows_max=self._settings.step_tokens_max if self._settings.mixed_graphs else 0,
                     states=self._states,
+                    adapters=self._adapter_columns(model),
                     record=CudaGraphRecorder() if self.device == "cuda" else None,
                     record_seconds_max=RECORD_SECONDS_MAX if self._is_alone else None,
                 )
@@ -245,6 +244,14 @@ class TorchStepModel:
                 self._kept_ids = torch.zeros(kept_max, dtype=torch.int64, device=self._shape.device)
             if model.kernels.FUSED:
                 self._sampler = DeviceSampler(model.kernels, self.config.vocab_size, self._kept_ids)
+
+    def _adapter_columns(self, model: Decoder) -> AdapterColumns | None:
+        """Return columns for the adapters of steps of fixed shape. None if these steps have no adapters."""
+        count = self._settings.max_lora_graph_rank
+        # The order of a sum over all columns depends on the columns that an adapter has.
+        if not count or self._settings.batch_invariant or not model.adapted:
+            return None
+        return AdapterColumns(model.adapted, self._adapters, count, dtype=model.dtype, device=self._shape.device)
 
     def claim_memory(self) -> bool:
         return False
@@ -399,10 +406,19 @@ class TorchStepModel:
         return step if adapters is None else replace(step, adapters=adapters)
 
     def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:
-        self._adapters[id] = torch_adapter(weights, self._shape.device)
+        self._adapters[id] = TorchAdapter.of(weights, self._shape.device)
+        if 0 < self._settings.max_lora_graph_rank < weights.rank_max and self._has_static_steps:
+            logger.warning(
+                "an adapter has rank %d, and --max-lora-graph-rank is %d: steps with this adapter use no CUDA graphs",
+                weights.rank_max,
+                self._settings.max_lora_graph_rank,
+            )
 
+    @torch.inference_mode()
     def remove_adapter(self, id: AdapterId) -> None:
         self._adapters.pop(id, None)
+        if self._static is not None:
+            self._static.forget_adapter(id)
 
     def has_adapter(self, id: AdapterId) -> bool:
         return id in self._adapters

@@ -223,6 +223,9 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         "vLLM's other name for --max-loras: the larger of both applies, because adapters are not kept in two kinds of "
         "memory here; default: --max-loras", "N")] = None
     max_lora_rank: Annotated[int, about("highest rank of an adapter", "N", ge=1, le=1024)] = 256
+    max_lora_graph_rank: Annotated[int, about(
+        "highest sum of the ranks of all adapters in one step that uses CUDA graphs; other steps launch every kernel "
+        "separately; 0 saves the memory of these graphs and of their copies of adapters", "N", ge=0, le=4096)] = 256
     kv_events: Annotated[bool, about(
         "publish at /kv_events which blocks the prefix cache holds, for a router with --policy kv_aware")] = False
     kv_transfer_config: Annotated[str | dict[str, Any] | None, about(
@@ -270,6 +273,10 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         """Number of ranks on one machine that compute at the same time: all ranks, or the ranks of one stage."""
         here = self.rank_count // self.nnodes
         return here if self.overlap_steps else min(here, self.tensor_parallel_size)
+
+    @property
+    def accepts_adapters(self) -> bool:
+        return self.enable_lora or bool(self.lora_modules)
 
     @property
     def adapter_directories(self) -> tuple[str, ...]:
@@ -340,5 +347,6 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
             context_tokens_max=self.max_model_len,
             enforce_eager=self.enforce_eager,
             mixed_graphs=self.mixed_graphs,
+            max_lora_graph_rank=self.max_lora_graph_rank if self.accepts_adapters else 0,
             batch_invariant=self.batch_invariant,
         )

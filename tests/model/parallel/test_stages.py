@@ -241,7 +241,9 @@ def test_stages_take_their_layers_of_an_adapter(
     whole.add_adapter(ref.id, adapter)
     for stage, runner in enumerate(stages.runners):
         checkpoint = StageCheckpoint(open_checkpoint(path), stage, 2)
-        runner.add_adapter(ref.id, rank_adapter(stage_adapter(adapter, checkpoint), RankCheckpoint(checkpoint, 0, 1)))
+        part = rank_adapter(stage_adapter(adapter, checkpoint), RankCheckpoint(checkpoint, 0, 1))
+        assert part.rank_max == 4  # also in the stage without matrices
+        runner.add_adapter(ref.id, part)
     said = []
     for computing in (whole, stages):
         driver = rank_program.step_driver().StepDriver(computing)

@@ -25,7 +25,7 @@ from trioserve.model.loading.names import TRANSFORMERS, TensorPlace, tensor_plac
 from trioserve.model.loading.safetensors import tensors_in_file
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, read_plain
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.number_formats import Dtype, Float32Array, convert, empty_values
+from trioserve.model.number_formats import Dtype, Float32Array, are_finite, convert, empty_values
 
 __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "allowed_directory", "read_adapter"]
 
@@ -112,7 +112,13 @@ def read_adapter(directory: Path, config: ModelConfig, *, dtype: Dtype, rank_max
         for tensor in pair:
             digest.update(f"{name} {tensor.shape} {tensor.storage} {scale!r}\0".encode())
             digest.update(tensor.bytes().data)
-        matrices[name.removesuffix(".weight")] = _read(pair, place, scale, dtype)
+        matrix = _read(pair, place, scale, dtype)
+        if not all(map(are_finite, matrix)):  # In a step of fixed shape, NaN would reach rows without this adapter.
+            raise ModelLoadError(
+                f"numbers in the factors of {module} are infinite or NaN in {dtype}: train the adapter again, or use "
+                "--dtype float32 if the numbers are too large"
+            )
+        matrices[name.removesuffix(".weight")] = matrix
     return AdapterWeights(digest.hexdigest(), dtype, matrices)
 
 

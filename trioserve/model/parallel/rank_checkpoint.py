@@ -227,7 +227,7 @@ def rank_adapter(whole: AdapterWeights, checkpoint: RankCheckpoint) -> AdapterWe
         cut = checkpoint.cut_of(f"{name}.weight")
         if cut is not None:
             matrices[name] = AdapterMatrix(part(matrix.a, cut.columns, 1), part(matrix.b, cut.rows, 0))
-    return AdapterWeights(whole.digest, whole.dtype, matrices)
+    return AdapterWeights(whole.digest, whole.dtype, matrices, whole.rank_max)
 
 
 def _taken(values: npt.NDArray[Any], runs: Runs, axis: int = 0) -> npt.NDArray[Any]:

@@ -140,7 +140,8 @@ def stage_adapter(whole: AdapterWeights, checkpoint: StageCheckpoint) -> Adapter
         checkpoint: the stage.
     """
     named = ((checkpoint.own_name(name), matrix) for name, matrix in whole.matrices.items())
-    return AdapterWeights(whole.digest, whole.dtype, {name: matrix for name, matrix in named if name is not None})
+    own = {name: matrix for name, matrix in named if name is not None}
+    return AdapterWeights(whole.digest, whole.dtype, own, whole.rank_max)
 
 
 def stage_configs(checkpoint: Checkpoint, stage_count: int) -> tuple[ModelConfig, ...]:
