@@ -352,6 +352,8 @@ def core_settings(
         step_tokens_max=max(runner.step_tokens_max, 0 if keeps_kv else context_tokens_max),
         wide_prompt_stretch=options.wide_prompt_stretch,
         enable_prefix_caching=options.enable_prefix_caching and keeps_kv,
+        session_retention=options.session_retention,
+        session_share_max=options.session_kv_share,
         overlap_steps=overlaps,
         steps_apart=overlaps and options.pipeline_parallel_size > 1,
         draft_tokens_max=drafts.token_count if drafts is not None and keeps_kv else 0,

@@ -42,6 +42,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         given: Prompt rows with given embeddings, ordered by position, without overlap. Requests share blocks only if
             these rows are equal too. Connectors do not see a request with given rows.
         adapter: Adapter whose weights are added to the model's weights. None for the model alone.
+        session: Id of the session whose turn this is. The prefix cache prefers to keep the session's blocks between
+            two turns. None for a request without a session.
     """
 
     id: RequestId
@@ -58,6 +60,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     given: tuple[GivenRows, ...] = ()
     adapter: AdapterRef | None = None
+    session: str | None = None
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from trioserve.contracts.kv_transfer import TransferFault
 
-__all__ = ["EngineStats"]
+__all__ = ["EngineStats", "EvictionClass"]
+
+
+class EvictionClass(enum.Enum):
+    """Why a block was evicted before other blocks."""
+
+    ENDED = "ended"  # Its session has ended.
+    RECENCY = "recency"  # No session retained it, and it was used least recently.
+    RETAINED = "retained"  # A session that waits retained it, but its value was the lowest.
+    DUE = "due"  # A session with a queued request retained it. There was nothing else to evict.
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +52,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         states_used: State slots that requests use.
         snapshots_total: Slots for copies of such states.
         snapshots_kept: Snapshot slots whose copy the prefix cache can find.
+        sessions_active: Sessions with a live request.
+        sessions_waiting: Other open sessions. They wait for their next turn.
+        blocks_retained: Cached blocks that the eviction order prefers to keep for a session.
+        blocks_spared: Those of them that would be evicted already if only recency counted.
+        session_hits_total: Requests of sessions that started with tokens from the prefix cache.
+        session_hit_tokens_total: Prompt tokens of these requests that were found there.
+        spared_tokens_total: Prompt tokens of any request that were found in spared blocks. Without retention, the
+            engine would have computed them again.
+        evictions_total: Evicted blocks by the class that they had in the eviction order.
     """
 
     running_count: int
@@ -67,6 +87,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     states_used: int = 0
     snapshots_total: int = 0
     snapshots_kept: int = 0
+    sessions_active: int = 0
+    sessions_waiting: int = 0
+    blocks_retained: int = 0
+    blocks_spared: int = 0
+    session_hits_total: int = 0
+    session_hit_tokens_total: int = 0
+    spared_tokens_total: int = 0
+    evictions_total: dict[EvictionClass, int] = {}
 
     @property
     def kv_usage(self) -> float:

@@ -35,6 +35,7 @@ from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest
+from trioserve.contracts.retention import Retention
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.contracts.weights import kept_salt
@@ -46,6 +47,7 @@ from trioserve.core.prefix_cache import HashBlock, PrefixCache
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.request_table import RequestTable
 from trioserve.core.scheduler import Scheduler
+from trioserve.core.sessions import Sessions
 from trioserve.core.settings import CoreSettings
 from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
 from trioserve.core.transfers import Transfers, Unserved
@@ -88,8 +90,9 @@ class EngineCore:
         assert connector is None or settings.state_slot_count == 0, "a connector cannot carry states"
         self.transfers = None if connector is None else Transfers(settings, self.pool, connector)
         self.has_connector = connector is not None
+        self.sessions = Sessions(settings, self.pool)
         self.scheduler = Scheduler(
-            settings, self.pool, self.cache, None if self.transfers is None else self.transfers.loads
+            settings, self.pool, self.cache, self.sessions, None if self.transfers is None else self.transfers.loads
         )
         self.flights = StepsInFlight[StepPlan, LiveRequest]()
         self._guided = GuidedSteps(mask_maker)
@@ -138,6 +141,7 @@ class EngineCore:
                 f"priority is {request.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
             )
         live = LiveRequest(request, self._live.arrivals_total)
+        live.session = self.sessions.join(request, live.order)
         self._live.add(live)
         self.scheduler.waiting.add(live)
 
@@ -157,7 +161,43 @@ class EngineCore:
         Cost:
             O(1), plus the number of blocks of each request.
         """
+        self.sessions.advance(now)
         return self._live.abort(request_ids, reason, now)
+
+    def open_session(self, session: str, retention: Retention, now: float) -> None:
+        """Open a session, or change the retention of an open session.
+
+        The prefix cache prefers to keep the blocks of open sessions between two turns. A request whose session is not
+        open opens it with the default retention.
+
+        Args:
+            session: id of the session, unique among all callers.
+            retention: how strongly the session's blocks are preferred.
+            now: time in seconds.
+        """
+        self.sessions.open(session, retention, now)
+
+    def end_session(self, session: str, now: float) -> None:
+        """End a session. This call is allowed at any moment and any number of times. Requests of the session continue.
+
+        Blocks that only requests of this session have used are evicted first from now on.
+
+        Args:
+            session: id of any session.
+            now: time in seconds.
+        """
+        self.sessions.end(session, now)
+
+    def hint_session(self, session: str, seconds: float, now: float) -> None:
+        """Note that the caller expects the next turn of a session. Unknown sessions are ignored.
+
+        Args:
+            session: id of any session.
+            seconds: expected time until the next turn. The preference for the session's blocks decays only after this
+                time. Limited to 0 and the session's idle_seconds.
+            now: time in seconds.
+        """
+        self.sessions.hint(session, seconds, now)
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step. No step may be in flight.
@@ -170,6 +210,7 @@ class EngineCore:
             all live requests wait for the connector.
         """
         assert not self.flights, "a step is in flight"
+        self.sessions.advance(now)
         chunks, lives, admitted, preempted = self.scheduler.fill_step(now)
         if not chunks:
             assert not self.scheduler.running, "requests run but nothing can be computed"
@@ -210,6 +251,7 @@ class EngineCore:
         assert self.settings.overlap_steps, "steps do not overlap here"
         assert self.settings.draft_tokens_max == 0, "draft tokens of the step in flight are not verified yet"
         assert 1 <= len(self.flights) < STEPS_IN_FLIGHT_MAX, f"{len(self.flights)} steps are in flight"
+        self.sessions.advance(now)
         chunks, lives, admitted = self.scheduler.fill_step_ahead(self.flights.last, now)
         if not chunks:
             return None
@@ -473,6 +515,14 @@ class EngineCore:
             states_used=0 if states is None else states.own.used_count,
             snapshots_total=0 if states is None else states.snapshots.block_count,
             snapshots_kept=0 if states is None else states.kept_count,
+            sessions_active=self.sessions.active_count,
+            sessions_waiting=len(self.sessions) - self.sessions.active_count,
+            blocks_retained=self.pool.order.retained_count,
+            blocks_spared=self.pool.order.spared_count,
+            session_hits_total=self.sessions.hits_total,
+            session_hit_tokens_total=self.sessions.hit_tokens_total,
+            spared_tokens_total=self.pool.order.spared_hits_total * self.settings.block_size,
+            evictions_total=dict(self.pool.order.evictions_total),
         )
 
     def prompt_saved(self, request_id: RequestId) -> tuple[int, int]:
@@ -650,6 +700,7 @@ class EngineCore:
             The requests of the plan that had not ended before. The blocks of requests that had ended are freed, or held
             by a connector.
         """
+        self.sessions.advance(now)
         lives = self.flights.end(plan)
         self.scheduler.pace.end(now, is_whole=is_whole)
         if plan.masks is not None:
@@ -733,5 +784,7 @@ class EngineCore:
         assert live.steps_in_flight == 0, f"{live.request.id} is read by a step"
         kv_transfer = None if self.transfers is None else self.transfers.request_ends(live, reason, now)
         self.scheduler.release(live)
+        if live.session is not None:
+            self.sessions.leave(live.session, live.request.id)
         live.move(RequestStatus.FINISHED)
         return kv_transfer

@@ -3,7 +3,7 @@
 The pool counts claims on block indexes, and never touches a tensor. Every block is in exactly one state:
 
     free     no claims, and no findable content
-    cached   no claims, but its content can still be found. Allocated last, least recently used first
+    cached   no claims, but its content can still be found. Allocated last, in the eviction order (eviction_order.py)
     used     one or more live requests use the block. It may have holds too
     held     only connectors have claims, for one or more finished requests
 
@@ -20,11 +20,11 @@ not published.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.page import BlockState
+from trioserve.core.eviction_order import EvictionOrder
 
 __all__ = ["BlockPool"]
 
@@ -34,6 +34,9 @@ class BlockPool:
 
     Args:
         block_count: blocks in the pool.
+
+    Attributes:
+        order: the cached blocks, in the order in which they are evicted.
 
     Cost:
         O(1) per block. held_count and used_count are O(held blocks).
@@ -47,7 +50,9 @@ class BlockPool:
         self._drafted = bytearray(block_count)
         # This list is a stack, because the block that was freed last is most likely still in a CPU cache.
         self._free = [BlockIndex(index) for index in reversed(range(block_count))]
-        self._cached: OrderedDict[BlockIndex, None] = OrderedDict()  # The least recently used block comes first.
+        self.order = EvictionOrder(block_count)
+        # Serial number of the only session whose requests have used each block. 0: there is no such session.
+        self._owners = [0] * block_count
         self.on_evict: Callable[[BlockIndex], None] = lambda block: None
 
     @property
@@ -60,7 +65,7 @@ class BlockPool:
 
     @property
     def cached_count(self) -> int:
-        return len(self._cached)
+        return len(self.order)
 
     @property
     def held_count(self) -> int:
@@ -68,12 +73,12 @@ class BlockPool:
 
     @property
     def used_count(self) -> int:
-        return len(self._claim_counts) - len(self._free) - len(self._cached) - self.held_count
+        return len(self._claim_counts) - len(self._free) - len(self.order) - self.held_count
 
     @property
     def available_count(self) -> int:
         """Return the number of blocks that allocate() can return. These are the free and the cached blocks."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self.order)
 
     def user_count(self, block: BlockIndex) -> int:
         return self._claim_counts[block] - self._hold_counts.get(block, 0)
@@ -81,11 +86,12 @@ class BlockPool:
     def hold_count(self, block: BlockIndex) -> int:
         return self._hold_counts.get(block, 0)
 
-    def allocate(self, count: int) -> list[BlockIndex]:
+    def allocate(self, count: int, owner: int = 0) -> list[BlockIndex]:
         """Allocate blocks with one user each. If no block is free, evict cached blocks.
 
         Args:
             count: 0 to available_count.
+            owner: serial number of the user's session. 0 without a session.
         """
         assert 0 <= count <= self.available_count
         blocks = []
@@ -93,25 +99,43 @@ class BlockPool:
             if self._free:
                 block = self._free.pop()
             else:
-                block, _none = self._cached.popitem(last=False)
+                block = self.order.evict()
                 self._published[block] = False
                 self.on_evict(block)
             assert self._claim_counts[block] == 0
             self._claim_counts[block] = 1
             self._drafted[block] = False
+            self._owners[block] = owner
             blocks.append(block)
         return blocks
 
-    def share(self, blocks: Iterable[BlockIndex]) -> None:
+    def share(self, blocks: Iterable[BlockIndex], owner: int = 0) -> None:
         """Add a user to blocks that are cached, used or held.
 
         Args:
             blocks: blocks that have entries in the prefix cache.
+            owner: serial number of the user's session. 0 without a session.
         """
         for block in blocks:
             if self._claim_counts[block] == 0:
-                del self._cached[block]  # A KeyError here means that a free block was shared, whose content is lost.
+                self.order.remove(block)  # A KeyError here means that a free block was shared, whose content is lost.
             self._claim_counts[block] += 1
+            if self._owners[block] != owner:
+                self._owners[block] = 0
+
+    def owner(self, block: BlockIndex) -> int:
+        """Return the only session whose requests have used a block.
+
+        Args:
+            block: any block.
+
+        Returns:
+            Serial number of the session. 0 if there is no such session.
+        """
+        return self._owners[block]
+
+    def is_published(self, block: BlockIndex) -> bool:
+        return self._published[block]
 
     def is_idle(self, block: BlockIndex) -> bool:
         """Return True if the block has no users and no holds.
@@ -160,7 +184,7 @@ class BlockPool:
             self._claim_counts[block] -= 1
             if self._claim_counts[block] == 0:
                 if self._published[block]:
-                    self._cached[block] = None
+                    self.order.add(block)
                 else:
                     self._free.append(block)
 
@@ -182,8 +206,9 @@ class BlockPool:
         assert self._published[block]
         self._published[block] = False
         if self._claim_counts[block] == 0:
-            del self._cached[block]
+            self.order.remove(block)
             self._free.append(block)
+        self.order.forget(block)
 
     def note_drafted(self, block: BlockIndex) -> None:
         """Note that a block also contains a draft model's KV for all of its tokens.
@@ -218,14 +243,15 @@ class BlockPool:
         """Assert that every block is in exactly one state. The cost is O(blocks), so only tests and simulations call
         this.
         """
-        free, cached = set(self._free), set(self._cached)
+        self.order.check()
+        free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         for index in range(self.block_count):
             block = BlockIndex(index)
-            states = (block in free) + (block in cached) + (self._claim_counts[block] > 0)
+            states = (block in free) + (block in self.order) + (self._claim_counts[block] > 0)
             assert states == 1, f"block {block} is in {states} states"
             held = self._hold_counts.get(block, 0)
             assert 0 <= held <= self._claim_counts[block], f"block {block} has more holds ({held}) than claims"
             assert held > 0 or block not in self._hold_counts
-            assert block not in cached or self._published[block]
+            assert block not in self.order or self._published[block]
             assert block not in free or not self._published[block]

@@ -18,6 +18,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.core.drafting import Drafter, ModelDraft
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.request_state import RequestLife
+from trioserve.core.sessions import Session
 from trioserve.core.state_slots import OwnState
 
 __all__ = ["LiveRequest"]
@@ -50,6 +51,7 @@ class LiveRequest(RequestLife[EngineRequest]):
         "overtaken_count",
         "prompt_logprobs_count",
         "reserved_blocks",
+        "session",
         "state",
         "tokens",
         "wants_load",
@@ -73,6 +75,7 @@ class LiveRequest(RequestLife[EngineRequest]):
         self.chain = PrefixChain(request.cache_salt, request.given)
         self.drafter: Drafter | ModelDraft | None = None  # Created for the request's first draft.
         self.guide = request.guide
+        self.session: Session | None = None
         self.cached_token_count: int | None = None  # Set when the request first runs.
         self.wants_load = False  # True if KV could be loaded, but too many loads were pending.
         self.load_was_tried = False  # True if a load was started. There is no second load.

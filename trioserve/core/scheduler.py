@@ -42,6 +42,7 @@ from trioserve.core.model_drafts import ModelDrafts
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.core.prompt_pace import PromptPace
 from trioserve.core.request_state import RequestStatus
+from trioserve.core.sessions import Sessions
 from trioserve.core.settings import CoreSettings
 from trioserve.core.state_slots import OwnState, StateSlots
 from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX
@@ -58,15 +59,22 @@ class Scheduler:
         settings: limits of the engine core.
         pool: the pool that owns the blocks.
         cache: the prefix cache.
+        sessions: the open sessions.
         loads: loads of KV from other engines. None if the engine has no connector.
     """
 
     def __init__(
-        self, settings: CoreSettings, pool: BlockPool, cache: PrefixCache, loads: RemoteLoads | None = None
+        self,
+        settings: CoreSettings,
+        pool: BlockPool,
+        cache: PrefixCache,
+        sessions: Sessions,
+        loads: RemoteLoads | None = None,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._cache = cache
+        self._sessions = sessions
         self._loads = loads
         self.states = StateSlots.made(settings, cache)
         self.step_tokens_max = settings.step_tokens_max
@@ -386,7 +394,7 @@ class Scheduler:
                 own, live.reserved_blocks = live.reserved_blocks[:needed], live.reserved_blocks[needed:]
                 live.blocks += own
                 needed -= len(own)
-            live.blocks += self._pool.allocate(needed)
+            live.blocks += self._pool.allocate(needed, _owner(live))
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
         """Add draft tokens to the decodes of a small step. The remaining tokens are divided evenly among them."""
@@ -438,7 +446,10 @@ class Scheduler:
         live.absent_block_count = first
 
     def _release_blocks(self, live: LiveRequest) -> None:
-        self._pool.release(live.blocks[live.absent_block_count :])
+        if live.session is None:
+            self._pool.release(live.blocks[live.absent_block_count :])
+        else:
+            self._sessions.release(live.session, live.blocks[live.absent_block_count :])
         live.blocks = []
         live.absent_block_count = 0
         if live.reserved_blocks:
@@ -609,7 +620,7 @@ class Scheduler:
         self._free_blocks_before(settings.first_block_read(live.computed_count + load_count), live)
         table_count = settings.blocks_for(len(live.tokens))
         table_count = min(table_count, live.absent_block_count + settings.blocks_held_max(len(live.tokens)))
-        live.blocks += self._pool.allocate(table_count - len(live.blocks))
+        live.blocks += self._pool.allocate(table_count - len(live.blocks), _owner(live))
         self._loads.begin(live, load_count, now)
 
     def _start(self, live: LiveRequest, admission: _Admission) -> None:
@@ -619,6 +630,8 @@ class Scheduler:
             if self._may_use_hits(live):
                 self.prefix_query_tokens_total += len(live.tokens)
                 self.prefix_hit_tokens_total += live.cached_token_count
+                if live.session is not None:
+                    self._sessions.note_hits(live.cached_token_count)
         count = min(live.due_count, admission.budget)
         if count > 1 and not live.is_whole:
             count = max(1, admission.prompts.take(live, count))
@@ -689,7 +702,11 @@ class Scheduler:
         live.computed_count = len(hit_blocks) * self._settings.block_size
         live.absent_block_count = self._settings.first_block_read(live.computed_count)
         live.blocks = list(hit_blocks)
-        self._pool.share(live.blocks[live.absent_block_count :])
+        self._pool.share(live.blocks[live.absent_block_count :], _owner(live))
+
+
+def _owner(live: LiveRequest) -> int:
+    return 0 if live.session is None else live.session.serial
 
 
 def _guide_waits(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:

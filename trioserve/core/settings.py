@@ -91,6 +91,12 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             this limit, a request still gets its response, but its blocks are not held. So one slow reader cannot fill
             the pool.
         load_failure_policy: what happens if a load fails. "recompute" computes the KV here. "fail" ends the request.
+        session_retention: True to evict the blocks of sessions that wait for their next turn later than other blocks.
+            False to evict all blocks by recency.
+        sessions_max: highest number of open sessions. Above this limit, the engine forgets the session that was idle
+            for the longest time, and its blocks are evicted by recency. An open session costs about 1 KB.
+        session_share_max: fraction of the pool, above 0 and at most 1, that the sessions of one tenant may retain.
+            Blocks above this limit are evicted by recency.
         keeps_kv: False for an encoder, which attends to all prompt tokens at once and stores no KV. Then requests have
             no blocks, block_count may be 0, and every request is pooled and computed in one step.
         state_slot_count: number of slots for layers that store one state per sequence instead of KV per token. Each
@@ -125,6 +131,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     remote_kv_seconds_max: float = 10.0
     held_share_max: float = 0.5
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    session_retention: bool = True
+    sessions_max: int = 8192
+    session_share_max: float = 0.75
     keeps_kv: bool = True
     state_slot_count: int = 0
     snapshot_slot_count: int = 0
@@ -144,6 +153,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) < 0:
                 raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        if self.sessions_max < 1:
+            raise StartupError(f"sessions_max is {self.sessions_max}, it must be at least 1")
         if not self.wide_prompt_stretch > 1:
             raise StartupError(f"wide_prompt_stretch is {self.wide_prompt_stretch}, it must be above 1")
         if self.draft_source not in get_args(DraftSourceName):
@@ -158,8 +169,10 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             seconds = getattr(self, name)
             if not 0 < seconds <= 3600:
                 raise StartupError(f"{name} is {seconds}, it must be above 0 and at most 3600 seconds")
-        if not 0 < self.held_share_max <= 1:
-            raise StartupError(f"held_share_max is {self.held_share_max}, it must be above 0 and at most 1")
+        for name in ("held_share_max", "session_share_max"):
+            share = getattr(self, name)
+            if not 0 < share <= 1:
+                raise StartupError(f"{name} is {share}, it must be above 0 and at most 1")
         if self.load_failure_policy not in ("recompute", "fail"):
             raise StartupError(f'load_failure_policy is "{self.load_failure_policy}", it may be "recompute" or "fail"')
         if self.step_tokens_max < self.max_num_seqs:

@@ -7,6 +7,7 @@ from typing import Annotated
 from prometheus_client import Counter, Gauge
 
 from trioserve.contracts.kv_transfer import TransferFault
+from trioserve.contracts.stats import EvictionClass
 from trioserve.metrics.metric import Label, Metric, Question
 
 __all__ = ["CacheMetrics"]
@@ -104,6 +105,59 @@ class CacheMetrics:
             "blocks",
             "KV blocks by state. Cached blocks are unused and reusable. The states add up to the pool.",
             labels=(Label("state", ("free", "cached", "used", "held")),),
+        ),
+    ]
+    kv_blocks_retained: Annotated[
+        Gauge,
+        Metric(
+            Question.CACHE,
+            "blocks",
+            "Cached blocks that are evicted later because a session retains them. Spared blocks would be evicted "
+            "already if only recency counted.",
+            labels=(Label("state", ("recent", "spared")),),
+        ),
+    ]
+    kv_evictions_total: Annotated[
+        Counter,
+        Metric(
+            Question.CACHE,
+            "blocks",
+            "Blocks that were evicted from the prefix cache, by class: of an ended session, by recency, of a waiting "
+            "session, of a session with a queued request.",
+            labels=(Label("class", tuple(kind.value for kind in EvictionClass)),),
+        ),
+    ]
+    kv_sessions: Annotated[
+        Gauge,
+        Metric(
+            Question.CACHE,
+            "sessions",
+            "Open sessions in the engine: with a live request, or waiting for their next turn.",
+            labels=(Label("state", ("active", "waiting")),),
+        ),
+    ]
+    session_prefix_hits_total: Annotated[
+        Counter,
+        Metric(
+            Question.CACHE,
+            "sequences",
+            "Sequences of sessions that started with tokens from the prefix cache.",
+        ),
+    ]
+    session_prefix_hit_tokens_total: Annotated[
+        Counter,
+        Metric(
+            Question.CACHE,
+            "tokens",
+            "Prompt tokens of sessions that were found in the prefix cache.",
+        ),
+    ]
+    session_spared_tokens_total: Annotated[
+        Counter,
+        Metric(
+            Question.CACHE,
+            "tokens",
+            "Prompt tokens that were found in the prefix cache only because a session retained their blocks.",
         ),
     ]
     state_slots: Annotated[

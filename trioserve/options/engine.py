@@ -167,6 +167,12 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         "batch; the server refuses to start if this is not possible")] = False
     enable_prefix_caching: Annotated[bool, about(
         "keep full blocks, so that prompts with the same beginning share them")] = CORE.enable_prefix_caching
+    session_retention: Annotated[bool, about(
+        "evict the cached blocks of a session that waits for its next turn later than other blocks; off evicts all "
+        "blocks by recency")] = CORE.session_retention
+    session_kv_share: Annotated[float, about(
+        "share of the KV cache that the waiting sessions of one tenant may retain; blocks above it are evicted by "
+        "recency", "SHARE", gt=0, le=1)] = CORE.session_share_max
     overlap_steps: Annotated[bool | None, about(
         "plan the next step while one is computed; shortens the gap between two forward passes, but the end of a "
         "response is noticed one step later; not with --speculative-ngram; with --pipeline-parallel-size, two steps of "

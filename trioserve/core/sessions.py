@@ -1,0 +1,358 @@
+"""Sessions and the chains of blocks that they retain between two turns.
+
+A session is a sequence of requests that continue each other, such as the turns of an agent. Between two turns it waits,
+for a tool or for a person. Its blocks then count as used later than they were (eviction_order.py). This preference is
+soft. It decays with the time since the last turn, ends after idle_seconds, and is limited per tenant. It is also
+scaled with the tenant's rate of returns: blocks of sessions that nobody continues are evicted by recency.
+
+    open ──request──► active ──last request ends──► waiting ──request──► active
+                                                    waiting ──idle_seconds──► waiting, without a preference
+    any state ──end_session──► ended: its blocks that no other request used are evicted first
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.retention import DEFAULT_RETENTION, Retention
+from trioserve.core.eviction_order import Chain, TenantShare
+from trioserve.core.kv_blocks import BlockPool
+from trioserve.core.settings import CoreSettings
+
+__all__ = ["Session", "Sessions"]
+
+# A retained block counts as used this many seconds later than it was, for weight 1 and a short prefix.
+BONUS_SECONDS: Final = 60.0
+# Prefix length, in tokens, from which on a block costs twice as much to compute as a block of a short prefix, because
+# of attention. It is a typical value, which depends on the model.
+DEPTH_TOKENS: Final = 32_768
+CHAINS_MAX: Final = 4  # Chains of one session, such as an agent and the agents that it starts.
+TENANTS_MAX: Final = 4096  # Tenants whose rate of returns is remembered.
+
+
+class Session:
+    """The state of one session.
+
+    Args:
+        serial: number of the session, above 0. It is unique in this core.
+        retention: how strongly the session's blocks are preferred.
+        share: the share of the session's tenant.
+
+    Attributes:
+        chains: the blocks that the session retains. The chain that was used last comes last.
+        orders: the position in the queue of each live request of the session.
+        expires_at: time at which the preference ends if no turn or hint follows, in seconds.
+        is_open: False after the session has ended, or was forgotten because there were too many sessions.
+        has_waited: True while the session waits after a turn.
+        is_watched: True if the expiry of the session is in the heap of expiries.
+    """
+
+    __slots__ = (
+        "chains",
+        "expires_at",
+        "has_waited",
+        "is_open",
+        "is_watched",
+        "orders",
+        "retention",
+        "serial",
+        "share",
+    )
+
+    def __init__(self, serial: int, retention: Retention, share: TenantShare) -> None:
+        self.serial = serial
+        self.retention = retention
+        self.share = share
+        self.chains: list[Chain] = []
+        self.orders: dict[RequestId, tuple[int, int]] = {}
+        self.expires_at = 0.0
+        self.is_open = True
+        self.has_waited = False
+        self.is_watched = False
+
+
+class Sessions:
+    """The open sessions of one engine core.
+
+    Args:
+        settings: limits of the engine core.
+        pool: the pool whose eviction order the sessions change.
+
+    Attributes:
+        hits_total: requests of sessions that started with tokens from the prefix cache.
+        hit_tokens_total: prompt tokens of these requests that were found there.
+
+    Cost:
+        O(log sessions) for each call, plus O(log blocks) for each block that a session ceases to retain.
+    """
+
+    def __init__(self, settings: CoreSettings, pool: BlockPool) -> None:
+        self._pool = pool
+        self._order = pool.order
+        self._block_size = settings.block_size
+        self._sessions_max = settings.sessions_max
+        self._is_retaining = settings.session_retention and settings.enable_prefix_caching
+        self._blocks_max = int(settings.block_count * settings.session_share_max)
+        self._sessions: OrderedDict[str, Session] = OrderedDict()  # The session that was active last comes last.
+        self._shares: OrderedDict[str | None, TenantShare] = OrderedDict()
+        self._serials = itertools.count(1)
+        self._expiries: list[tuple[float, int, Session]] = []
+        self.active_count = 0
+        self.hits_total = 0
+        self.hit_tokens_total = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, session_id: str) -> Session | None:
+        return self._sessions.get(session_id)
+
+    def advance(self, now: float) -> None:
+        """Note the time, and end the preference of sessions that were idle for too long.
+
+        Args:
+            now: time in seconds.
+        """
+        self._order.now = now = max(now, self._order.now)
+        while self._expiries and self._expiries[0][0] <= now:
+            _time, _serial, session = heapq.heappop(self._expiries)
+            session.is_watched = False
+            if session.orders or not session.is_open:
+                continue  # The end of its last request starts the next wait.
+            if session.expires_at > now:
+                self._watch(session)
+            else:
+                self._end_wait(session, returned=False)
+                self._drop_chains(session)
+
+    def open(self, session_id: str, retention: Retention, now: float) -> Session:
+        """Open a session, or change the retention of an open session.
+
+        Args:
+            session_id: id of the session.
+            retention: how strongly the session's blocks are preferred. Chains that exist keep their tenant.
+            now: time in seconds.
+        """
+        self.advance(now)
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.retention, session.share = retention, self._share(retention.tenant)
+            self._start_wait(session, self._order.now)
+            return session
+        session = Session(next(self._serials), retention, self._share(retention.tenant))
+        self._sessions[session_id] = session
+        if len(self._sessions) > self._sessions_max:
+            self._forget_one()
+        return session
+
+    def end(self, session_id: str, now: float) -> None:
+        """End a session. Blocks that no other request used are evicted first from now on.
+
+        Args:
+            session_id: id of any session. Nothing happens if it is not open.
+            now: time in seconds.
+        """
+        self.advance(now)
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            self._close(session)
+            dropped = self._drop_chains(session)
+            self._order.evict_soon(self._own_blocks(session, reversed(dropped)))
+
+    def hint(self, session_id: str, seconds: float, now: float) -> None:
+        """Note that the next turn of a session is expected.
+
+        Args:
+            session_id: id of any session. Nothing happens if it is not open.
+            seconds: expected time until the next turn. Limited to 0 and the session's idle_seconds.
+            now: time in seconds.
+        """
+        self.advance(now)
+        session = self._sessions.get(session_id)
+        if session is not None:
+            seconds = min(max(seconds, 0.0), session.retention.idle_seconds)
+            self._sessions.move_to_end(session_id)
+            self._start_wait(session, self._order.now + seconds)
+
+    # --- Requests ---
+
+    def join(self, request: EngineRequest, order: tuple[int, int]) -> Session | None:
+        """Note a new request. If it names a session that is not open, open the session.
+
+        Args:
+            request: the request.
+            order: position of the request in the queue. A request with a smaller position runs first.
+
+        Returns:
+            The request's session. None if it names none.
+        """
+        session_id = request.session
+        if session_id is None:
+            return None
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = self.open(session_id, DEFAULT_RETENTION, self._order.now)
+        self._sessions.move_to_end(session_id)
+        if not session.orders:
+            self.active_count += 1
+            self._end_wait(session, returned=True)
+        session.orders[request.id] = order
+        self._rank(session)
+        return session
+
+    def leave(self, session: Session, request_id: RequestId) -> None:
+        """Note that a request of a session has ended and has released its blocks.
+
+        Args:
+            session: the session that `join` returned for the request.
+            request_id: id of the request.
+        """
+        del session.orders[request_id]
+        if session.orders:
+            self._rank(session)
+        elif session.is_open:
+            self.active_count -= 1
+            session.has_waited = True
+            self._start_wait(session, self._order.now)
+
+    def note_hits(self, token_count: int) -> None:
+        """Count the prompt tokens that a request of a session found in the prefix cache when it first ran.
+
+        Args:
+            token_count: number of these tokens.
+        """
+        if token_count:
+            self.hits_total += 1
+            self.hit_tokens_total += token_count
+
+    def release(self, session: Session, blocks: Sequence[BlockIndex]) -> None:
+        """Release the blocks of a request that ends or is preempted. Its session retains those that are published.
+
+        Args:
+            session: the request's session.
+            blocks: consecutive blocks of the request, the first block of its prefix first.
+        """
+        if session.is_open and self._is_retaining:
+            self._retain(session, self._order.listings(filter(self._pool.is_published, blocks)))
+        self._pool.release(blocks)
+        if not session.is_open and self._is_retaining:
+            self._order.evict_soon(self._own_blocks(session, blocks))
+
+    # --- Chains ---
+
+    def _retain(self, session: Session, listings: list[int]) -> None:
+        """Let a session retain the blocks of a request, in the place of chains that the request continues.
+
+        A chain that shares at least half of its blocks with the request is replaced, because the session continues
+        here. The blocks that only the old chain lists are evicted by recency.
+        """
+        extended: Chain | None = None
+        replaced = []
+        for chain in session.chains:
+            shared_count = _common_count(chain.listings, listings)
+            if shared_count == len(listings):
+                extended, listings = chain, []
+                break  # A request that ended early has no block that the chain does not list.
+            if shared_count == len(chain.listings):
+                if extended is not None:
+                    replaced.append(extended)
+                extended = chain
+            elif 2 * shared_count >= len(chain.listings):
+                replaced.append(chain)
+        if extended is None:
+            if not listings:
+                return
+            extended = Chain(session.share)
+            session.chains.append(extended)
+        session.chains.remove(extended)
+        session.chains.append(extended)
+        extended.used_at = self._order.now
+        self._order.retain(extended, listings[len(extended.listings) :])
+        if len(session.chains) - len(replaced) > CHAINS_MAX:
+            replaced.append(next(chain for chain in session.chains if chain not in replaced))
+        for chain in replaced:
+            session.chains.remove(chain)
+            self._order.drop(chain)
+        self._rank(session)
+        self._order.limit(session.share, self._blocks_max)
+
+    def _rank(self, session: Session) -> None:
+        """Set the keys of a session's chains."""
+        session.chains = [chain for chain in session.chains if chain.listings]
+        for chain in session.chains:
+            if session.orders:
+                priority, arrival_index = min(session.orders.values())
+                chain.key = (1, -priority, -arrival_index)
+            else:
+                chain.key = (0, chain.used_at + self._bonus_seconds(session, len(chain.listings)), 0.0)
+            self._order.rank(chain)
+
+    def _bonus_seconds(self, session: Session, block_count: int) -> float:
+        """Return by how many seconds a chain counts as used later than it was."""
+        cost = 1 + math.log2(1 + block_count * self._block_size / DEPTH_TOKENS)
+        return BONUS_SECONDS * cost * session.retention.weight * session.share.return_rate
+
+    def _start_wait(self, session: Session, used_at: float) -> None:
+        """Start the time of a session's preference again, and refresh its chains."""
+        session.expires_at = used_at + session.retention.idle_seconds
+        for chain in session.chains:
+            chain.used_at = max(chain.used_at, used_at)
+        self._rank(session)
+        if not session.is_watched:
+            self._watch(session)
+
+    def _end_wait(self, session: Session, *, returned: bool) -> None:
+        if session.has_waited:
+            session.has_waited = False
+            session.share.note_wait(returned=returned)
+
+    def _watch(self, session: Session) -> None:
+        session.is_watched = True
+        heapq.heappush(self._expiries, (session.expires_at, session.serial, session))
+
+    def _drop_chains(self, session: Session) -> list[BlockIndex]:
+        """Let a session retain nothing. Return the cached blocks that nobody else retains, the last block first."""
+        chains, session.chains = session.chains, []
+        return [block for chain in chains for block in self._order.drop(chain)]
+
+    def _own_blocks(self, session: Session, blocks: Iterable[BlockIndex]) -> Iterator[BlockIndex]:
+        """Yield the blocks that only requests of this session have used."""
+        return (block for block in blocks if self._pool.owner(block) == session.serial)
+
+    def _close(self, session: Session) -> None:
+        session.is_open = False
+        self.active_count -= bool(session.orders)
+
+    def _forget_one(self) -> None:
+        """Forget the session that was idle for the longest time. Sessions with live requests stay."""
+        for session_id, session in self._sessions.items():
+            if not session.orders:
+                del self._sessions[session_id]
+                self._end_wait(session, returned=False)
+                self._close(session)
+                self._drop_chains(session)
+                return
+
+    def _share(self, tenant: str | None) -> TenantShare:
+        share = self._shares.get(tenant)
+        if share is None:
+            share = self._shares[tenant] = TenantShare()
+            if len(self._shares) > TENANTS_MAX:
+                self._shares.popitem(last=False)
+        self._shares.move_to_end(tenant)
+        return share
+
+
+def _common_count(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common beginning of two sequences."""
+    count = min(len(one), len(other))
+    if one[:count] == other[:count]:
+        return count
+    return next(index for index in range(count) if one[index] != other[index])
