@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from trioserve.contracts.pooling import LabelledPrompt, PoolingParams, PoolingResult, TextPair
     from trioserve.contracts.prompt import ChatPrompt
     from trioserve.contracts.resume import Resume
+    from trioserve.contracts.retention import Retention
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.contracts.structured_output import StructuredOutput
     from trioserve.contracts.thinking import Thinking
     from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightGroup
     from trioserve.engine.engine import Engine
+    from trioserve.engine.session import Reply, Session
     from trioserve.model.loading.default_model import find_default_model
     from trioserve.text.response_parts import (
         ContentText,
@@ -71,8 +73,11 @@ __all__ = [
     "PoolingResult",
     "PoolingParams",
     "ReasoningText",
+    "Reply",
     "Resume",
+    "Retention",
     "SamplingParams",
+    "Session",
     "SharedWeights",
     "StartupError",
     "StructuredOutput",
@@ -100,6 +105,7 @@ _HOMES = {
     "cancel_on_disconnect": "trioserve.asgi",
     "find_default_model": "trioserve.model.loading.default_model",
     "Engine": "trioserve.engine.engine",
+    "Session": "trioserve.engine.session",
     **dict.fromkeys(("BroadcastWeights", "SharedWeights", "WeightGroup"), "trioserve.contracts.weights"),
     "LoadProgress": "trioserve.assemble_model",
     "open_engine": "trioserve.assemble",
@@ -115,7 +121,9 @@ _HOMES = {
     "RGBImage": "trioserve.contracts.image_generation",
     "PoolingResult": "trioserve.contracts.pooling",
     "PoolingParams": "trioserve.contracts.pooling",
+    "Reply": "trioserve.engine.session",
     "Resume": "trioserve.contracts.resume",
+    "Retention": "trioserve.contracts.retention",
     "SamplingParams": "trioserve.contracts.sampling",
     "TextPair": "trioserve.contracts.pooling",
     "StructuredOutput": "trioserve.contracts.structured_output",

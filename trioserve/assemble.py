@@ -308,6 +308,7 @@ class _Opening:
                 step_seconds_max=config.step_timeout,
                 restarts_max=config.engine_restarts,
                 seed=config.seed,
+                session_idle_seconds=config.session_idle_seconds,
             ),
             default_sampling=defaults.sampling,
             connector=connector,

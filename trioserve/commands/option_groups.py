@@ -55,7 +55,8 @@ GROUPS = {
     "faults": _words("step_timeout engine_restarts seed"),
     "what outlives a request": _words(
         "data_dir store_max_bytes store_max_objects store_ttl max_background_responses background_timeout max_batches "
-        "batch_concurrency detach_timeout_max max_detached_streams router_grace max_router_streams"
+        "batch_concurrency detach_timeout_max max_detached_streams router_grace max_router_streams "
+        "session_idle_seconds"
     ),
     "KV between engines": _words("kv_events kv_transfer_config role kv_hold_timeout kv_load_timeout kv_held_share"),
     "routing": _words(

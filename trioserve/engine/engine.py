@@ -10,6 +10,7 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId
-from trioserve.contracts.arguments import check_flags, check_texts, refuse, to_bool, to_float, to_str
+from trioserve.contracts.arguments import check_flags, check_texts, refuse, to_bool, to_float, to_int, to_str
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import InvalidRequest, Overloaded
@@ -34,6 +35,7 @@ from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.resume import AbortResult, Resume
+from trioserve.contracts.retention import Retention
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.thinking import ReasoningOutcome
@@ -42,6 +44,7 @@ from trioserve.contracts.weights import WEIGHT_GROUP, WeightGroup
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
 from trioserve.engine.adapters import Adapters, show_adapters
+from trioserve.engine.conversation import Conversation
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
@@ -61,6 +64,8 @@ from trioserve.engine.request_preparation import (
     instance_of,
 )
 from trioserve.engine.request_stream import PartStream, PoolingStream, RequestStream
+from trioserve.engine.session import Session
+from trioserve.engine.sessions import LiveSession, SessionName, SessionTable
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.text_work import EngineParts, TextWork
 from trioserve.engine.weight_updates import GivenSource, WeightTarget
@@ -322,6 +327,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         adapter: str | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         strict: bool | None = None,
+        session: LiveSession | SessionName | None = None,
         part_of: Span = NO_SPAN,
     ) -> RequestStream:
         """Create a request. It begins when the stream is entered with `async with`, and uses no resources before.
@@ -356,6 +362,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
                 "required", or a dict that names one function or several allowed ones. Default: "auto".
             strict: True: tool calls match the schemas of their functions. False: a tool call that `tool_choice` does
                 not force need not match. Default: the `strict` field of each tool decides.
+            session: the session that the request is a turn of, from `sessions`. Programs use `Engine.session` instead.
             part_of: parent span of the request's trace.
 
         Returns:
@@ -372,7 +379,8 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             refuse("resume", resume, "a Resume, or None")
         check_flags(add_special_tokens=add_special_tokens, resumable=resumable, keep_logprobs=keep_logprobs)
         check_texts(cache_salt=cache_salt, adapter=adapter)
-        request = OpenRequest(
+        new_request = session.new_request if isinstance(session, LiveSession) else None
+        request: OpenRequest = (new_request or OpenRequest)(
             prompt,
             sampling,
             **self._admission.arguments(
@@ -392,6 +400,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             is_resumable=resumable,
             keep_logprobs=keep_logprobs,
             adapter=adapter,
+            session=session,
         )
         return RequestStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
@@ -477,6 +486,55 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             adapter=adapter,
         )
         return PoolingStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
+
+    def session(
+        self,
+        *,
+        priority: int = 0,
+        tenant: str | None = None,
+        retention: Retention | None = None,
+        owner: str | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Session:
+        """Create a session: one conversation, whose turns send only what is new. Enter it with `async with`.
+
+        Args:
+            priority: priority of all turns, see `generate`.
+            tenant: tenant of all turns, see `generate`.
+            retention: how the prefix cache keeps the session's blocks between two turns. Default: `Retention()`.
+            owner: owner of all turns, see `generate`.
+            cache_salt: salt of all turns, see `generate`.
+            adapter: adapter of all turns, see `generate`.
+
+        Returns:
+            The session, to be entered.
+
+        Raises:
+            InvalidRequest: an argument has a wrong type.
+        """
+        check_texts(owner=owner, tenant=tenant, cache_salt=cache_salt, adapter=adapter)
+        identity = tenant or owner or ""
+        retention = instance_of(Retention, "retention", retention, Retention(tenant=identity))
+        return Session(
+            self.sessions,
+            SessionName(name="", identity=identity, owner=owner, retention=retention),
+            partial(
+                self.generate,
+                priority=to_int("priority", priority),
+                owner=owner,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                adapter=adapter,
+            ),
+            Conversation(self.tokenizer, self.families, self.metrics),
+            self._own_run,
+        )
+
+    @property
+    def sessions(self) -> SessionTable:
+        """All open sessions."""
+        return self._texts.sessions
 
     def read_parts(self, stream: RequestStream, *, tools: Sequence[Mapping[str, Any]] | None = None) -> PartStream:
         """Split the response of a chat into content, reasoning and tool calls, as the model's family writes them.

@@ -12,7 +12,7 @@ import msgspec
 import trio
 
 from trioserve.admission.local_endpoint import local_request
-from trioserve.admission.prompt_encoder import PromptEncoder
+from trioserve.admission.prompt_encoder import EncodedPrompt, PromptEncoder
 from trioserve.contracts.adapter import AdapterRef, adapter_salt
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
@@ -35,6 +35,7 @@ from trioserve.core.live_request import LiveRequest
 from trioserve.core.request_state import RequestStatus
 from trioserve.engine.lifecycle.request_scope import RequestPart, RequestScope
 from trioserve.engine.resumed_output import GivenOutput, ResumedChoice
+from trioserve.engine.sessions import LiveSession, SessionName
 from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.sequence_guide import SequenceGuide
@@ -116,6 +117,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     Attributes:
         generates: True if the request generates tokens. False if its inputs are pooled.
+        asked_session: the session that the request is a turn of, or its name.
+        session: the session, from entering until the core has no sequence of the request.
         adapter_lease: lease on the adapter, from entering until the core has no sequence of the request.
         adapter_digest: digest of the adapter that the request uses or has used. None: no adapter.
         weight_version: version of the weights that compute the next token. None: the engine's first weights.
@@ -149,6 +152,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         keep_logprobs: bool = False,
         part_of: Span = NO_SPAN,
         adapter: str | None = None,
+        session: LiveSession | SessionName | None = None,
     ) -> None:
         super().__init__(
             request_id=request_id,
@@ -160,6 +164,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             merge=merge,
             part_of=part_of,
         )
+        self.asked_session = session
+        self.session: LiveSession | None = None
         self.adapter = adapter
         self.adapter_lease: AdapterLease | None = None
         self.adapter_digest: str | None = None
@@ -202,8 +208,13 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             tenant=self.tenant,
             priority=self.priority,
             sequences=max(1, self.sequence_count),
-            known_tokens=0 if self.resume is None else sum(map(len, self.resume.token_ids)),
+            known_tokens=self.known_token_count,
         )
+
+    @property
+    def known_token_count(self) -> int:
+        """Number of tokens that the request computes besides its prompt and its new output."""
+        return 0 if self.resume is None else sum(map(len, self.resume.token_ids))
 
     @property
     def prompts(self) -> tuple[PoolingInput, ...]:
@@ -216,7 +227,16 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         Args:
             encoder: the tokenizer.
         """
-        encoded = await encoder.encode_prompt(self.prompt, add_special_tokens=self.add_special_tokens, cut=self.cut)
+        self.take_encoded(
+            await encoder.encode_prompt(self.prompt, add_special_tokens=self.add_special_tokens, cut=self.cut)
+        )
+
+    def take_encoded(self, encoded: EncodedPrompt) -> None:
+        """Store the tokens and the images of the prompt.
+
+        Args:
+            encoded: the prompt.
+        """
         self.prompt_token_ids = tuple(encoded.token_ids)
         self.images = encoded.images
         self._image_names = tuple(one.image.digest for one in encoded.images)

@@ -146,6 +146,7 @@ class RequestPreparation:
                 guide=choice.guide,
                 resumed_output=() if request.resume is None else request.resume.token_ids[choice.index],
                 given=request.given,
+                session=None if request.session is None else request.session.id,
             )
             for choice in choices
         ]

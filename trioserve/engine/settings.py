@@ -22,12 +22,15 @@ class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
             disabled.
         restarts_max: highest number of restarts after faults within ten minutes. 0: a fault ends the engine.
         seed: random source for the seeds of requests that have no seed. None: these seeds are unpredictable.
+        session_idle_seconds: time without requests after which a named session ends, in seconds. A session that ends
+            early loses its place in the cache, so the default is twice the idle time of `Retention`.
     """
 
     step_seconds_max: float | None = None
     kv_events_max: int = 0
     restarts_max: int = 0
     seed: int | None = None
+    session_idle_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,6 +38,10 @@ class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
             raise StartupError(f"kv_events_max is {self.kv_events_max}, it must be 0 or more")
         if not 0 <= self.restarts_max <= RESTARTS_MAX:
             raise StartupError(f"restarts_max is {self.restarts_max}, it must be 0 to {RESTARTS_MAX}")
+        if not 0 < self.session_idle_seconds <= 86_400:
+            raise StartupError(
+                f"session_idle_seconds is {self.session_idle_seconds}, it must be above 0 and at most 86400 seconds"
+            )
         if self.step_seconds_max is not None and not 0 <= self.step_seconds_max <= 86_400:
             raise StartupError(f"step_seconds_max is {self.step_seconds_max}, it must be 0 to 86400 seconds")
 

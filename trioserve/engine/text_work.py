@@ -44,6 +44,7 @@ from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.engine.pooling_request import PoolingRequest, check_can_be_pooled, check_can_generate, pooling_sequences
 from trioserve.engine.request_preparation import RequestPreparation
+from trioserve.engine.sessions import SessionTable
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.structured_output import GuidePreparation
 from trioserve.engine.weight_updates import WeightTarget
@@ -134,12 +135,14 @@ class TextWork:
         self.prompts = self.encoder(text_threads, media)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
         self.guides = GuidePreparation(guides, text_threads, metrics)
+        self.sessions = SessionTable(settings, core_settings.sessions_max, metrics)
         self._forget_connector: Callable[[], None] = lambda: None
 
     # --- opening ---
 
     def attach(self, engine: Host) -> None:
         self._engine = engine
+        self.sessions.attach(engine.call_at)
         self.live_feed = LiveFeed(
             self.model,
             engine.requests,
@@ -165,6 +168,7 @@ class TextWork:
             weight_version=self._engine.weight_updates.stamped_version,
         )
         self.live_feed.install(core, connector)
+        self.sessions.install(core, self._delivery)
         if self._settings.kv_events_max:
             self.kv_events = KvEvents(
                 core.cache,
@@ -222,6 +226,7 @@ class TextWork:
 
     def begin(self, request: OpenRequest, *, is_waiting: bool) -> list[Choice]:
         request.trace = self._trace(request)
+        request.session = self.sessions.begin_turn(request, request.asked_session)
         if request.adapter is not None:
             request.adapter_lease = self.adapters.acquire(request.adapter)
             request.adapter_digest = request.adapter_lease.ref.digest
@@ -258,6 +263,9 @@ class TextWork:
     def release(self, request: OpenRequest) -> None:
         if self.images is not None:
             self.images.release(request)  # Other requests can then use the memory of these embeddings.
+        session, request.session = request.session, None
+        if session is not None:
+            self.sessions.end_turn(request, session)
         lease, request.adapter_lease = request.adapter_lease, None
         if lease is not None:
             self.adapters.release(lease)

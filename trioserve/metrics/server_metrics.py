@@ -267,6 +267,42 @@ class ServerMetrics:
             "Bytes of final states and results that stay in memory until the store's disk accepts them.",
         ),
     ]
+    sessions_ended_total: Annotated[
+        Counter,
+        Metric(
+            Question.STORED,
+            "sessions",
+            "Sessions that ended, by reason: their scope or connection was left, their owner deleted them, they were "
+            "idle for too long, or a newer session took their place.",
+            labels=(Label("reason", ("left", "deleted", "idle", "displaced")),),
+        ),
+    ]
+    sessions_refused_total: Annotated[
+        Counter,
+        Metric(
+            Question.REFUSED,
+            "requests",
+            "Requests that were served without the session that they named, because too many sessions were open.",
+        ),
+    ]
+    session_turns_total: Annotated[
+        Counter,
+        Metric(
+            Question.CACHE,
+            "turns",
+            "Turns of sessions that keep their history, by the beginning of the prompt: first turns, turns whose "
+            "prompt begins with the whole history, and turns whose history the chat template wrote differently.",
+            labels=(Label("prompt", ("first", "appended", "rewritten")),),
+        ),
+    ]
+    session_rewritten_tokens_total: Annotated[
+        Counter,
+        Metric(
+            Question.CACHE,
+            "tokens",
+            "Tokens of such histories that could not be reused, because the chat template wrote them differently.",
+        ),
+    ]
     background_responses: Annotated[
         Gauge, Metric(Question.STORED, "responses", "Background responses that are running.")
     ]

@@ -31,7 +31,7 @@ from trioserve.model.settings import (
 from trioserve.options.option import about
 from trioserve.options.ranks import RankOptions
 from trioserve.options.router import ChatOptions
-from trioserve.options.server import QueueOptions
+from trioserve.options.server import QUEUE, QueueOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -249,6 +249,10 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
     kv_held_share: Annotated[float, about(
         "share of the KV cache that may be held for other engines; above it, responses have no kv_transfer_params",
         "SHARE", gt=0, le=1)] = CORE.held_share_max
+    session_idle_seconds: Annotated[float, about(
+        "seconds without a request after which a session that a client has named, such as by X-Session-Id, ends and "
+        "gives up its place in the prefix cache; a request that asks for a longer retention extends it",
+        "SECONDS", gt=0, le=86400)] = QUEUE.session_idle_seconds
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -290,6 +290,8 @@ async def open_fake_engine(
     tile_seconds: float = 0.0,
     new_text_threads: type[TextThreads] = InlineTexts,
     seed: int | None = None,
+    sessions_max: int = 8192,
+    session_idle_seconds: float = 600.0,
 ) -> AsyncIterator[FakeEngine]:
     """Open an engine without weights. One byte is one token, and everything except the model is the code of
     open_engine.
@@ -350,6 +352,8 @@ async def open_fake_engine(
             does not run ahead. TextThreads uses real threads, as open_engine does.
         seed: source of the seeds of requests that have none. Default: the same in every run, but different for each
             engine of a Trio program.
+        sessions_max: maximum number of open sessions. One caller may have half of them.
+        session_idle_seconds: as in open_engine.
 
     Raises:
         StartupError: an option is out of range, or two options contradict each other. The message uses the names of
@@ -388,6 +392,7 @@ async def open_fake_engine(
             remote_kv_seconds_max=kv_load_timeout,
             held_share_max=kv_held_share,
             load_failure_policy=kv_load_failure_policy,
+            sessions_max=sessions_max,
         )
         settings = EngineSettings(
             waiting_requests_max=max_queued_requests,
@@ -399,6 +404,7 @@ async def open_fake_engine(
             step_seconds_max=step_timeout,
             restarts_max=engine_restarts,
             seed=next_own_seed() if seed is None else seed,
+            session_idle_seconds=session_idle_seconds,
         )
 
     @asynccontextmanager

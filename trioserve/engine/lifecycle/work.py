@@ -16,6 +16,7 @@ from trioserve.engine.lifecycle.restarts import RestartBudget
 from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.lifecycle.stepped_core import AnyPlan
 from trioserve.engine.weight_updates import WeightTarget, WeightUpdates
+from trioserve.trio_tools.deadline_keeper import Alarm
 
 __all__ = ["CacheRelease", "Guard", "Host", "NoSteps", "Parts", "Work"]
 
@@ -87,6 +88,8 @@ class Host(Protocol):
     dispatch: Dispatch
 
     def wake(self) -> None: ...
+
+    def call_at(self, at: float, function: Callable[[], None]) -> Alarm: ...
 
     async def wait_until_admitted(self) -> None: ...
 
