@@ -203,6 +203,32 @@ async def test_sessions_of_two_keys_have_different_names_at_endpoints(open_pair:
         assert seen[0] == seen[2] != seen[1]
 
 
+@pytest.mark.parametrize("keys", [(), ("one", "two")])
+async def test_session_is_ended_at_the_endpoint_that_has_it(open_setup: Any, keys: tuple[str, ...]) -> None:
+    async with open_setup(engine=ENGINE, policy="session", api_keys=keys) as setup:
+
+        def client(key: str) -> Any:
+            return setup.client(headers={"authorization": f"Bearer {key}"} if keys else {})
+
+        async def delete(key: str, session: str) -> int:
+            async with client(key).ask(f"/v1/sessions/{session}", method="DELETE") as response:
+                return int(await response.head())
+
+        def session_count() -> int:
+            return sum(len(server.engine.sessions) for server in setup.servers.values())
+
+        for session in ("mine", "user 1/chat", "mine"):
+            fields = {"x-session-id": session}
+            response = await client("one").post("/v1/completions", {"model": "fake", "prompt": "x"}, headers=fields)
+            assert response.status == 200
+        assert session_count() == 2
+        if keys:
+            assert await delete("two", "mine") == 404
+        assert await delete("one", "mine") == 200
+        assert await delete("one", "user%201/chat") == 200
+        assert session_count() == 0
+
+
 # --- requests and models ---
 
 
@@ -254,6 +280,7 @@ OF_ONE_ENGINE = (
     "/load",
     "/openapi.json",
     "/v1/kept_streams/{stream}",
+    "/v1/sessions",
     *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
     *("/reset_prefix_cache", "/flush_cache"),
     *("/update_weights_from_disk", "/update_weights_from_shared_memory", "/get_weight_version"),

@@ -188,6 +188,9 @@ TABLE: dict[str | None, ErrorKind] = {
     "stream_not_found": ErrorKind(
         404, _CALLER, "the server keeps no stream of yours with this name", "repeat the request"
     ),
+    "session_not_found": ErrorKind(
+        404, _CALLER, "you have no open session with this name", "nothing: it has ended already, or use its own name"
+    ),
     "endpoint_not_found": ErrorKind(404, _CALLER, "the router has no such endpoint", "use one of `/endpoints`"),
     "method_not_allowed": ErrorKind(405, _CALLER, "the path does not accept this method", "use one of `Allow`"),
     # --- the state of the object that the path names ---

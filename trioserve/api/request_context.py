@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from trioserve.api.engine_context import EngineContext, EngineServices, PauseMode
+from trioserve.api.session_fields import session_name
 from trioserve.api.whole_response import PLAIN, ResponseBound, ResponseBudget, ResponseShape
 from trioserve.contracts.prompt import Cut
+from trioserve.engine.sessions import LiveSession, SessionName
 
 if TYPE_CHECKING:
     from trioserve.contracts.deadlines import Deadlines
@@ -34,6 +37,10 @@ class AsksEngine(Protocol):
     def cache_salt(self) -> str | None: ...
     @property
     def kv_transfer_params(self) -> KVTransferParams | None: ...
+    @property
+    def session_key(self) -> str | None: ...
+    @property
+    def retention_seconds(self) -> float | None: ...
 
 
 class AsksPooling(Protocol):
@@ -82,6 +89,7 @@ class RequestContext(EngineContext):
     Attributes:
         streams: engine requests that this request has made.
         adapter: adapter that the request names as its model. Set by `model_name`; None: no adapter.
+        session: session of the connection, see `connection_session`. None: the request may name a session.
     """
 
     engine: Engine
@@ -93,6 +101,7 @@ class RequestContext(EngineContext):
         self.response_bound = ResponseBound(services.rules.response_bytes_max, services.responses)
         self.streams: list[RequestStream] = []
         self.adapter: str | None = None
+        self.session: LiveSession | None = None
 
     def release(self) -> None:
         self.response_bound.release()
@@ -149,7 +158,7 @@ class RequestContext(EngineContext):
         Args:
             prompt: text, messages or token ids.
             sampling: sampling parameters of the request.
-            body: priority, cache salt and KV transfer of the request.
+            body: priority, cache salt, KV transfer and session of the request.
             deadlines: deadlines of the request.
             add_special_tokens: True: tokenization adds the model's special tokens.
             cut: how to shorten a prompt that is too long. None: such a prompt is refused.
@@ -169,6 +178,9 @@ class RequestContext(EngineContext):
         )
         tenant = self.named_tenant
         self.caller.check_priority(body.priority)
+        session = self.session or session_name(
+            self.exchange.headers, body, identity=self.caller.tenant(tenant), owner=self.owner
+        )
         stream = self.engine.generate(
             prompt,
             sampling,
@@ -185,10 +197,28 @@ class RequestContext(EngineContext):
             resumable=resumable,
             keep_logprobs=keep_logprobs,
             adapter=self.adapter,
+            session=session,
             part_of=self.span,
         )
         self.streams.append(stream)
         return stream
+
+    @contextmanager
+    def connection_session(self) -> Iterator[LiveSession]:
+        """Open a session of this caller that lasts as long as its connection. Each request of the connection is a turn.
+
+        Set `session` of a context to make its requests turns. Leaving is one synchronous call: it aborts the turns that
+        run, and ends the session.
+
+        Raises:
+            Overloaded: too many sessions are open.
+        """
+        identity = self.caller.tenant(self.named_tenant)
+        self.session = self.engine.sessions.open(SessionName(name="", identity=identity, owner=self.owner))
+        try:
+            yield self.session
+        finally:
+            self.session.end()
 
     def ignored_names(self) -> tuple[str, ...]:
         """List the body's ignored fields, and the schema keywords that the response may violate."""

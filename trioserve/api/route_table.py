@@ -41,7 +41,7 @@ class Forwarding(enum.Enum):
     HOME = "home"  # One endpoint keeps all objects of this kind for the caller.
     BATCH = "batch"  # The request goes to the endpoint that keeps the batch's input file.
     KEPT = "kept"  # The path names an object, and the request goes to the endpoint that keeps it.
-    STREAM = "stream"  # The path names a detached stream.
+    STREAM = "stream"  # The path ends with the name of a detached stream or of a session.
 
 
 class Operation(msgspec.Struct, Generic[TakenContext], frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from trioserve.api.ollama import generation as ollama_generation
 from trioserve.api.ollama import models as ollama_models
 from trioserve.api.openai import chat, completions, models, tokenize
 from trioserve.api.openapi import openapi_document
-from trioserve.api.operations import health, kv_events, live_requests, pausing, weights
+from trioserve.api.operations import health, kv_events, live_requests, pausing, sessions, weights
 from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.page import files as page_files
 from trioserve.api.page.files import is_of_page
@@ -84,6 +84,7 @@ OPERATIONS: tuple[Operation[ServerContext], ...] = (
     *models.OPERATIONS,
     *tokenize.OPERATIONS,
     *live_requests.OPERATIONS,
+    *sessions.OPERATIONS,
     *pausing.OPERATIONS,
     *weights.OPERATIONS,
     *kv_events.OPERATIONS,

@@ -81,7 +81,7 @@ GENERATION: dict[str, RefusedField] = {
     "no_stop_trim": RefusedField("send include_stop_str_in_output"),
     "lora_path": RefusedField("name the adapter as the model"),
     "custom_logit_processor": RefusedField("the server runs no code from requests, use logit_bias or a grammar"),
-    "session_params": RefusedField("there are no sessions here, send the whole conversation"),
+    "session_params": RefusedField("send the whole conversation, and X-Session-Id"),
     "return_hidden_states": RefusedField("the response has no hidden states, use /v1/embeddings for vectors"),
     "return_routed_experts": RefusedField("the response does not list the experts of a token"),
     "return_prompt_token_ids": RefusedField("send return_token_ids"),
@@ -180,7 +180,7 @@ HARMLESS: frozenset[str] = frozenset(
         # These fields are ids. This server reads X-Request-Id instead.
         "rid request_id custom_labels",
         # These fields choose the location and the lifetime of caches.
-        "cache_prompt cache_control prompt_cache_key prompt_cache_options prompt_cache_retention id_slot",
+        "cache_prompt prompt_cache_options id_slot",
         "n_cache_reuse n_keep n_discard num_keep t_max_prompt_ms diagnostics data_parallel_rank",
         # These fields choose methods of computation.
         "prediction guided_decoding_backend backend_sampling draft_num_predict chat_format image",

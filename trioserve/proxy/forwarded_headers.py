@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from trioserve.api.heartbeat import HEARTBEAT_HEADER, INSTANCE_HEADER
+from trioserve.api.session_fields import SESSION_HEADER
 from trioserve.api.streams.cursors import KEEP_HEADER, KEPT_HEADER, SEED_HEADER
 from trioserve.contracts.endpoint import Stage
 from trioserve.proxy.remote_endpoint import KEY_HEADERS
@@ -22,7 +23,6 @@ PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
 CROSS_ORIGIN_PREFIX = "access-control-"
 # The router has already checked what a browser reports about the page, so it does not forward these headers.
 BROWSER_PREFIX = "sec-"
-SESSION_HEADER = "x-session-id"
 STAGE_HEADER = "x-trioserve-stage"
 """Distinguishes the two requests with one id that a disaggregated request consists of: "prefill" or "decode"."""
 

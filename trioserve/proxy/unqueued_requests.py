@@ -111,15 +111,15 @@ async def forward_batch(context: RouterContext) -> None:
 
 
 async def forward_stream(context: RouterContext) -> None:
-    """Forward a request about a named stream to the endpoint that has the stream.
+    """Forward a request about a named stream or session to the endpoint that has it.
 
-    Streams of different callers have different names at endpoints.
+    Streams and sessions of different callers have different names at endpoints.
 
     Args:
         context: Request of the router's API.
     """
-    name = context.exchange.path.split("/")[3]
-    context.endpoint_path = f"/v1/streams/{endpoint_session(context, name)}"
+    _, version, kind, name = context.exchange.path.split("/", 3)
+    context.endpoint_path = f"/{version}/{kind}/{endpoint_session(context, name)}"
     await _ask_all(context, name, await context.exchange.body(), has_endpoint_name=True)
 
 

@@ -1,11 +1,12 @@
 """Bodies of requests and responses of Anthropic's Messages API: fields and their types.
 
-`None` means "not given". api/unread_fields.py decides what happens to fields that are not listed here. `cache_control`
-is ignored, because all prefixes are cached anyway.
+`None` means "not given". api/unread_fields.py decides what happens to fields that are not listed here. All prefixes are
+cached anyway. `cache_control` says for how long the cache should prefer to keep the conversation.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.api.openai.request_types import Int32
+from trioserve.api.session_fields import CacheControl
 from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.unread_fields import RefusedField, generation_fields
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
@@ -67,7 +69,7 @@ OTHER_FIELDS = {
 
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    pass
+    cache_control: CacheControl | None = None
 
 
 class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
@@ -172,6 +174,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
         description: Description for the model.
         input_schema: JSON schema of the arguments.
         strict: True if the arguments must follow the schema.
+        cache_control: Mark that the tools up to this one are used again.
     """
 
     name: str
@@ -179,6 +182,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,6 +250,15 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     context_management: ContextManagement | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def retention_seconds(self) -> float | None:
+        """The longest time of all cache_control marks. None: there is no mark."""
+        system = self.system if isinstance(self.system, list) else ()
+        contents = (message.content for message in self.messages if isinstance(message.content, list))
+        marked = itertools.chain((self,), system, self.tools or (), *contents)
+        return max((each.cache_control.seconds for each in marked if each.cache_control is not None), default=None)
 
 
 class MessagesBody(CountTokensBody, frozen=True, kw_only=True):

@@ -369,7 +369,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Answer a conversation, in Anthropic's format",
         forwarding=Forwarding.BY_MODEL,
         description="Fields have the meaning of Anthropic's Messages API. Fields that are not listed here are ignored "
-        "or refused. cache_control is ignored, because all prefixes are cached anyway.",
+        "or refused. All prefixes are cached; the longest ttl of cache_control says for how long the cache should "
+        "prefer to keep the conversation.",
         body=MessagesBody,
         ranges=MESSAGES_RANGES,
         response=bodies.MessageResponse,

@@ -299,6 +299,7 @@ def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams)
         _turn(body, sampling, tokens_max=body.max_tokens),
         priority=body.priority,
         cache_salt=body.cache_salt,
+        retention_seconds=body.retention_seconds,
         deadlines=deadlines_of(body, headers),
         shape=ResponseShape(is_streamed=bool(body.stream)),
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 import msgspec
 
 from trioserve.api.openai.structured_fields import StructuredFields
+from trioserve.api.session_fields import CacheRetention, check_cache_key, retention_seconds
 from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, check_unread, generation_fields
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
@@ -172,6 +173,8 @@ class GenerationBody(StructuredFields, frozen=True, kw_only=True):
     truncate_prompt_tokens: Int32 | None = None
     resume: ResumeBody | None = None
     return_partial: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: CacheRetention | None = None
     # Other servers know these fields, but this server does not support them. Any value except null or empty is refused
     # (see REFUSED).
     use_beam_search: Any = None
@@ -202,6 +205,17 @@ class GenerationBody(StructuredFields, frozen=True, kw_only=True):
             )
         if self.cache_salt is not None:
             check_cache_salt(self.cache_salt)
+        check_cache_key(self.prompt_cache_key)
+
+    @property
+    def session_key(self) -> str | None:
+        """Name of the session, see NamesSession."""
+        return self.prompt_cache_key
+
+    @property
+    def retention_seconds(self) -> float | None:
+        """See NamesSession."""
+        return retention_seconds(self.prompt_cache_retention)
 
     def predicted_tokens(self) -> dict[str, object]:
         """Translate n_predict to max_tokens. A negative number means as many tokens as fit.

@@ -17,6 +17,7 @@ from trioserve.api.responses.request_types import (
 from trioserve.api.responses.response_object import Item, ResponseHead, with_ids
 from trioserve.api.responses.stored_responses import Loaded, items_before, resolve_references
 from trioserve.api.responses.tools import Tools, parse_tools
+from trioserve.api.session_fields import retention_seconds
 from trioserve.api.turn.chat_turn import Reasoning, TurnRequest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -67,6 +68,8 @@ async def plan_response(context: RequestContext, body: ResponsesBody, response: 
         structured=structured_output(body.text.format if body.text is not None else None),
         priority=body.priority,
         cache_salt=body.cache_salt,
+        cache_key=body.prompt_cache_key,
+        retention_seconds=retention_seconds(body.prompt_cache_retention),
         deadlines=deadlines_of(body, context.exchange.headers),
         reasoning=msgspec.structs.replace(turn.reasoning, budget_tokens=body.thinking_token_budget),
     )

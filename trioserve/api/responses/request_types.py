@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from trioserve.api.openai.request_types import Int32, check_cache_salt
+from trioserve.api.session_fields import CacheRetention, check_cache_key
 from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, generation_fields
 from trioserve.contracts.errors import InvalidRequest
@@ -125,7 +126,7 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    prompt_cache_retention: CacheRetention | None = None
     service_tier: str | None = None
     # These are options of the engine, as in the other APIs.
     top_k: Int32 | None = None
@@ -179,13 +180,14 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
                 raise InvalidRequest(
                     f"include has {entry[:64]!r}, allowed are: {', '.join(sorted(INCLUDABLE))}", param="include"
                 )
-        for field in ("user", "safety_identifier", "prompt_cache_key", "service_tier", "prompt_cache_retention"):
+        for field in ("user", "safety_identifier", "service_tier"):
             value = getattr(self, field)
             if value is not None and len(value) > NAME_CHARACTERS_MAX:
                 raise InvalidRequest(
                     f"{field} has {len(value)} characters, allowed are up to {NAME_CHARACTERS_MAX}", param=field
                 )
         check_cache_salt(self.cache_salt)
+        check_cache_key(self.prompt_cache_key)
 
     def _check_numbers(self) -> None:
         for field in ("max_output_tokens", "max_tool_calls"):

@@ -22,6 +22,7 @@ import trio
 
 from trioserve.api.error_responses import Refusal, coded_response, refusal
 from trioserve.api.limits import DetachSettings
+from trioserve.api.session_fields import SESSION_HEADER
 from trioserve.api.streams.cursors import DETACH_HEADER, KEEP_HEADER, KEPT_HEADER
 from trioserve.api.streams.detached_stream import DetachedStream, LoggedExchange
 from trioserve.contracts.errors import Draining, InvalidRequest, Overloaded
@@ -37,7 +38,6 @@ __all__ = ["DetachedStreams", "RouterStreams"]
 
 logger = logging.getLogger(__name__)
 
-SESSION_HEADER = "x-session-id"
 STREAMS_FULL = "detached_full"
 """Reason of a refusal."""
 ENDED = coded_response("stream_ended", "the stream was ended before its response was complete")

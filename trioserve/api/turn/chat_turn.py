@@ -29,6 +29,7 @@ from trioserve.api.generation import (
     usage_of,
     wait_until_begun,
 )
+from trioserve.api.session_fields import conversation_key
 from trioserve.api.streams.resumption import Resumption, skip_known
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.whole_response import ResponseBound, ResponseShape
@@ -104,6 +105,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         cut: Truncation of the prompt. See Engine.generate.
         plain_prompt: Prompt text that replaces the messages and uses no template. The whole response is content.
         shape: Properties of the response that bound its size.
+        cache_key: Name of the session. None: the header may name one.
+        retention_seconds: See NamesSession. If no name is known, the beginning of the conversation names the session.
     """
 
     messages: list[dict[str, Any]]
@@ -124,6 +127,15 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     cut: Cut | None = None
     plain_prompt: str | None = None
     shape: ResponseShape = ResponseShape()
+    cache_key: str | None = None
+    retention_seconds: float | None = None
+
+    @property
+    def session_key(self) -> str | None:
+        """Name of the session, see NamesSession."""
+        if self.cache_key or self.retention_seconds is None:
+            return self.cache_key
+        return conversation_key(self.messages, self.tools)
 
     def prompt(self) -> ChatPrompt:
         """Return the prompt. Only for a turn with messages, not with plain_prompt."""

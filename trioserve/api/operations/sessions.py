@@ -1,0 +1,124 @@
+"""Open sessions: list them, and end them by their names.
+
+With API keys, a key sees its own sessions, and the admin's key all sessions. Without keys, callers are distinguished by
+the tenant that they name.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import trio
+
+from trioserve.api.caller import CallerKind
+from trioserve.api.error_responses import refusal
+from trioserve.api.openai.response_types import Response
+from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import Forwarding, Operation
+from trioserve.engine.sessions import LiveSession, SessionEnd
+
+__all__ = ["OPERATIONS", "SESSION_PATH"]
+
+SESSION_PATH = "/v1/sessions/"
+"""Path before a session's name, which may have slashes."""
+
+
+class ShownSession(Response):
+    """An open session.
+
+    Attributes:
+        id: name of the session: the value of X-Session-Id or of the field that named it, or a new name.
+        turns: requests so far.
+        running: requests that run or wait.
+        age_seconds: time since the session opened.
+        idle_seconds: time since its last request began or ended.
+        idle_seconds_max: time without requests after which the session ends. null: it ends with its connection.
+        retention_seconds: time without requests in which the prefix cache prefers to keep its blocks.
+    """
+
+    id: str
+    object: Literal["session"]
+    turns: int
+    running: int
+    age_seconds: float
+    idle_seconds: float
+    idle_seconds_max: float | None
+    retention_seconds: float
+
+
+class ShownSessions(Response):
+    object: Literal["list"]
+    data: list[ShownSession]
+
+
+class DeletedSession(Response):
+    id: str
+    object: Literal["session"]
+    deleted: bool
+
+
+async def list_sessions(context: RequestContext) -> None:
+    now = trio.current_time()
+    shown = [_shown(session, now) for session in context.engine.sessions if context.owner in (None, session.owner)]
+    await context.respond_json(ShownSessions("list", shown))
+
+
+def _shown(session: LiveSession, now: float) -> ShownSession:
+    return ShownSession(
+        id=session.name,
+        object="session",
+        turns=session.turn_count,
+        running=len(session.turns),
+        age_seconds=round(now - session.opened_at, 3),
+        idle_seconds=round(now - session.used_at, 3),
+        idle_seconds_max=session.idle_seconds,
+        retention_seconds=session.retention.idle_seconds,
+    )
+
+
+async def delete_session(context: RequestContext) -> None:
+    """End a session of the caller, or with the admin's key the sessions of all callers that have this name.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller has no open session with this name (404).
+    """
+    name = context.exchange.path.removeprefix(SESSION_PATH)
+    if context.caller.kind is CallerKind.ADMIN:
+        found = [session for session in context.engine.sessions if session.name == name]
+    else:
+        own = context.engine.sessions.find(name, identity=context.caller.tenant(context.named_tenant))
+        found = [] if own is None else [own]
+    if not found:
+        raise refusal("session_not_found", f"you have no open session {name[:80]!r}: it has ended, or never began")
+    for session in found:
+        session.end(SessionEnd.DELETED)
+    await context.respond_json(DeletedSession(name, "session", True))
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="GET",
+        path="/v1/sessions",
+        handler=list_sessions,
+        summary="List open sessions",
+        is_operators=True,
+        description="Lists the sessions of the caller's key, or all sessions with the admin's key or without keys.",
+        response=ShownSessions,
+    ),
+    Operation(
+        method="DELETE",
+        path=SESSION_PATH + "{session}",
+        handler=delete_session,
+        summary="End a session",
+        id_has_slashes=True,
+        forwarding=Forwarding.STREAM,
+        description="Its requests that run are aborted, and the prefix cache evicts its blocks first. The admin's key "
+        "ends the sessions of all callers with this name.",
+        response=DeletedSession,
+        errors=(400, 404),
+        path_parameter="the session's X-Session-Id, or the prompt_cache_key that named it",
+    ),
+)
