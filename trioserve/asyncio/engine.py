@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from trioserve.asyncio.session import Session
 from trioserve.asyncio.streams import ImageStream, PoolingStream, RequestStream
 from trioserve.asyncio.threaded_engine import ThreadedEngine, awaited, called, made, opened_in_a_thread
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
@@ -23,6 +24,7 @@ class Engine(ThreadedEngine[TrioEngine]):
 
     generate = made(TrioEngine.generate, RequestStream)
     embed = made(TrioEngine.embed, PoolingStream)
+    session = made(TrioEngine.session, Session)
     abort = called(TrioEngine.abort)
     abort_with_partial = called(TrioEngine.abort_with_partial)
     abort_all = called(TrioEngine.abort_all)

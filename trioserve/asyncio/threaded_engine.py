@@ -21,29 +21,34 @@ from trioserve.contracts.errors import EngineFault
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.trio_tools.own_run import opened_once
 
-__all__ = ["EngineT", "ThreadedEngine", "awaited", "called", "for_asyncio", "made", "opened_in_a_thread"]
+__all__ = ["EngineT", "OnTrio", "ThreadedEngine", "awaited", "called", "for_asyncio", "made", "opened_in_a_thread"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 U = TypeVar("U")
+ObjectT = TypeVar("ObjectT")
 EngineT = TypeVar("EngineT", bound=EngineLifecycle[Any, Any])
 
 
-class ThreadedEngine(Generic[EngineT]):
-    """An engine for asyncio tasks of one or several loops.
+class OnTrio(Generic[ObjectT]):
+    """The counterpart of an object of the engine's thread, for asyncio tasks of one or several loops.
 
-    A method that is not async in the Trio engine is not async in this class either. Such a method runs in the engine's
+    A method that is not async in the Trio object is not async in this class either. Such a method runs in the engine's
     thread, and blocks the caller's loop until it has run. This time is short, because nothing blocks the engine's
     thread.
 
     Attributes:
-        thread: the thread that the engine runs in. Packages that extend the asyncio engine use it.
-        on_trio: the Trio engine. Use it only in the engine's thread.
+        thread: the engine's thread. Packages that extend the asyncio engine use it.
+        on_trio: the Trio object. Use it only in the engine's thread.
     """
 
-    def __init__(self, thread: TrioThread, engine: EngineT) -> None:
+    def __init__(self, thread: TrioThread, on_trio: ObjectT) -> None:
         self.thread = thread
-        self.on_trio = engine
+        self.on_trio = on_trio
+
+
+class ThreadedEngine(OnTrio[EngineT]):
+    """An engine for asyncio tasks. See OnTrio."""
 
     @property
     def ready(self) -> bool:
@@ -71,45 +76,45 @@ class ThreadedEngine(Generic[EngineT]):
         return self.on_trio.fault
 
 
-def called(method: Callable[Concatenate[EngineT, P], T]) -> Callable[Concatenate[ThreadedEngine[EngineT], P], T]:
+def called(method: Callable[Concatenate[ObjectT, P], T]) -> Callable[Concatenate[OnTrio[ObjectT], P], T]:
     """Turn a method that never waits into a method that runs in the engine's thread.
 
     Args:
-        method: method of the Trio engine.
+        method: method of the Trio object.
 
     Returns:
-        A plain method of the asyncio engine with the same parameters.
+        A plain method of the asyncio object with the same parameters.
     """
 
     @functools.wraps(method)
-    def call(self: ThreadedEngine[EngineT], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: OnTrio[ObjectT], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.thread.call(functools.partial(method, self.on_trio, *args, **kwargs))
 
     return call
 
 
 def awaited(
-    method: Callable[Concatenate[EngineT, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[ThreadedEngine[EngineT], P], Coroutine[Any, Any, T]]:
-    """Turn an async method of the Trio engine into an async method that runs in the engine's thread.
+    method: Callable[Concatenate[ObjectT, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[OnTrio[ObjectT], P], Coroutine[Any, Any, T]]:
+    """Turn an async method of a Trio object into an async method that runs in the engine's thread.
 
     Args:
-        method: method of the Trio engine.
+        method: method of the Trio object.
 
     Returns:
-        An async method of the asyncio engine with the same parameters.
+        An async method of the asyncio object with the same parameters.
     """
 
     @functools.wraps(method)
-    async def call(self: ThreadedEngine[EngineT], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(self: OnTrio[ObjectT], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.thread.run(functools.partial(method, self.on_trio, *args, **kwargs))
 
     return call
 
 
 def made(
-    method: Callable[Concatenate[EngineT, P], T], new: Callable[[TrioThread, T], U]
-) -> Callable[Concatenate[ThreadedEngine[EngineT], P], U]:
+    method: Callable[Concatenate[ObjectT, P], T], new: Callable[[TrioThread, T], U]
+) -> Callable[Concatenate[OnTrio[ObjectT], P], U]:
     """Turn a method that returns a Trio object into a method that returns the asyncio counterpart of this object.
 
     Args:
@@ -121,7 +126,7 @@ def made(
     """
 
     @functools.wraps(method)
-    def call(self: ThreadedEngine[EngineT], /, *args: P.args, **kwargs: P.kwargs) -> U:
+    def call(self: OnTrio[ObjectT], /, *args: P.args, **kwargs: P.kwargs) -> U:
         return new(self.thread, method(self.on_trio, *args, **kwargs))
 
     return call
