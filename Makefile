@@ -33,7 +33,7 @@ FAST_TESTS := $(addprefix tests/,admission api connectors contracts core engine 
 GPU_PYTHON ?=
 GPU_PYTHON_VERSION ?= 3.12
 GPU_TEST_PROCESSES ?= 8
-GPU_PACKAGES := trio outcome sniffio h2 hpack hyperframe h11 httptools msgspec gguf tokenizers prometheus-client dnspython \
+GPU_PACKAGES := trio outcome sniffio h2 hpack hyperframe h11 wsproto httptools msgspec gguf tokenizers prometheus-client dnspython \
 	llguidance multipart prompt_toolkit wcwidth
 VENV := .venv
 BIN := $(VENV)/bin

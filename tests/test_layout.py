@@ -110,7 +110,7 @@ ROOMS = {
     ),
     "http": Room(
         rooms=words("contracts metrics trio_tools"),
-        packages=words("trio h2 h11 hpack hyperframe hypercorn"),
+        packages=words("trio h2 h11 hpack hyperframe wsproto hypercorn"),
         only_in={"hypercorn": words("app.py hypercorn_bounds.py hypercorn_server.py")},
         without=words("asyncio"),
     ),
@@ -153,7 +153,7 @@ ROOMS = {
     ),
     "testing": Room(
         rooms=EVERY_ROOM,
-        packages=words("trio h2 h11 torch tokenizers httpx pytest pytest_trio"),
+        packages=words("trio h2 h11 wsproto torch tokenizers httpx pytest pytest_trio"),
         only_in={
             "httpx": words("httpx_transport.py"),
             "pytest": words("pytest_plugin.py"),

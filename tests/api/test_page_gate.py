@@ -19,22 +19,53 @@ LINK = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch
 class Request:
     """Headers of a request, as the gate sees them. Keywords are header fields. None: the field is missing."""
 
-    def __init__(self, method: str = "POST", **fields: str | None) -> None:
+    def __init__(self, method: str = "POST", *, is_websocket: bool = False, **fields: str | None) -> None:
         given = {"host": OWN, **fields}
         self.method = method
+        self.is_websocket = is_websocket
         self.headers = Headers((name.replace("_", "-"), value) for name, value in given.items() if value is not None)
 
 
 def refusal(
-    gate: PageGate, method: str = "POST", *, is_open: bool = False, is_operators: bool = False, **fields: Any
+    gate: PageGate,
+    method: str = "POST",
+    *,
+    is_open: bool = False,
+    is_operators: bool = False,
+    is_websocket: bool = False,
+    **fields: Any,
 ) -> str | None:
     """Return the error code of the refusal. None: the gate accepts the request."""
-    request: Any = Request(method, **fields)
+    request: Any = Request(method, is_websocket=is_websocket, **fields)
     try:
         gate.check(request, is_open=is_open, is_operators=is_operators)
     except Refusal as refused:
         return refused.response.code
     return None
+
+
+@pytest.mark.parametrize(
+    "origin, origins, is_accepted",
+    [
+        (None, (), True),
+        (f"http://{OWN}", (), True),
+        (f"https://{OWN}", (), True),
+        ("https://chat.example.org", ("https://chat.example.org",), True),
+        ("https://evil.example.org", (), False),
+        ("https://evil.example.org", ("https://chat.example.org",), False),
+        ("https://evil.example.org", ("*",), False),
+        ("http://127.0.0.1:9000", (), False),
+        ("null", (), False),
+    ],
+)
+def test_page_opens_a_websocket_only_from_the_server_itself_or_a_named_origin(
+    origin: str | None, origins: tuple[str, ...], is_accepted: bool
+) -> None:
+    gate = PageGate(None, origins)
+    for site in (None, "same-origin" if origin == f"http://{OWN}" else None):
+        code = refusal(gate, "GET", is_websocket=True, origin=origin, sec_fetch_site=site)
+        assert (code is None) == is_accepted
+        assert code in (None, "other_site")
 
 
 @pytest.mark.parametrize(

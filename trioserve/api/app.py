@@ -294,7 +294,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             raise self.not_found(exchange.path)
         if is_admins:
             check_is_admin(context.caller, "metrics need the admin's API key: see --admin-api-key")
-        handler = (operation or route.operation(method)).handler
+        handler = route.operation(method, is_websocket=exchange.is_websocket).handler
         if operates:
             check_may_operate(context.caller)
         if operation is not None and operation.admin_action and not is_own:

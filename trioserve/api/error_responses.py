@@ -142,6 +142,7 @@ TABLE: dict[str | None, ErrorKind] = {
     "context_length_exceeded": ErrorKind(
         400, _CALLER, "prompt, or prompt and response together, exceed the model's context", "send less"
     ),
+    "no_websocket": ErrorKind(400, _CALLER, "the path opens no websocket", "send an ordinary HTTP request"),
     "thread_unsupported_request": ErrorKind(
         400, _CALLER, "`thread` of Anthropic's API: no conversation is kept", "send all messages"
     ),
@@ -216,6 +217,9 @@ TABLE: dict[str | None, ErrorKind] = {
     ),
     "unsupported_content_encoding": ErrorKind(
         415, _CALLER, "the body's compression is neither gzip nor deflate", "use one of `Accept-Encoding`"
+    ),
+    "websocket_required": ErrorKind(
+        426, _CALLER, "the path takes only websockets", "use a websocket client, and proxies that pass `Upgrade`"
     ),
     # --- the server's state ---
     "overloaded": ErrorKind(

@@ -71,7 +71,8 @@ class PageGate:
             exchange: the request.
             is_open: True if everyone may read this path, so a link on another site may lead to it.
             is_operators: True: the path operates the server. Among pages of other sites, only pages of explicitly named
-                origins may use such a path. "*" does not count.
+                origins may use such a path. "*" does not count. The same applies to every websocket: a browser sends no
+                preflight before it opens a websocket, and lets the page read all of its messages.
 
         Raises:
             Refusal: a web page sent the request, and may not (403).
@@ -87,7 +88,7 @@ class PageGate:
         if origin is not None and origin in self._origins:
             return
         is_own = (site is None or site in OWN_SITES) and (origin is None or _is_of_host(origin, host))
-        if is_own or ("*" in self._origins and not is_operators):
+        if is_own or ("*" in self._origins and not (is_operators or exchange.is_websocket)):
             return
         if not (is_open and origin is None and _is_opened_by_link(exchange)):
             raise _other_site(origin, site)

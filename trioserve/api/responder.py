@@ -22,7 +22,7 @@ from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
     from trioserve.api.heartbeat import Heartbeat
-    from trioserve.http.exchange import Exchange, HeaderFields
+    from trioserve.http.exchange import Exchange, HeaderFields, WebSocket
 
 __all__ = [
     "REQUEST_ID_HEADER",
@@ -156,6 +156,11 @@ class Responder:
         # Buffering proxies such as nginx would otherwise delay tokens.
         headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers)
         await self.exchange.start(200, self._head(media_type, headers))
+
+    async def accept_websocket(self) -> WebSocket:
+        """Accept the websocket that the request opens."""
+        self.status = 101
+        return await self.exchange.accept_websocket(self.surface.id_fields(self.request_id))
 
     async def start_bytes(self, content_type: str, *, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Send the head of a response that is sent piece by piece to the exchange.

@@ -78,6 +78,7 @@ class Operation(msgspec.Struct, Generic[TakenContext], frozen=True, kw_only=True
         path_parameter: meaning of the id in the path.
         query: meaning and schema of each query parameter.
         takes_deadlines: True: the operation reads the deadline headers.
+        is_websocket: True: the operation of GET takes only websockets. A plain request gets a refusal (426).
     """
 
     method: str
@@ -106,6 +107,7 @@ class Operation(msgspec.Struct, Generic[TakenContext], frozen=True, kw_only=True
     path_parameter: str = ""
     query: Mapping[str, tuple[str, dict[str, Any]]] = {}
     takes_deadlines: bool = False
+    is_websocket: bool = False
 
 
 def find_operation(operations: Iterable[Operation[TakenContext]], method: str, path: str) -> Operation[TakenContext]:
@@ -155,14 +157,16 @@ class Route(Generic[ContextType]):
             return any(each.is_operators for each in self.operations.values())
         return operation.is_operators
 
-    def operation(self, method: str) -> Operation[ContextType]:
+    def operation(self, method: str, *, is_websocket: bool = False) -> Operation[ContextType]:
         """Return the operation of a method.
 
         Args:
             method: HTTP method.
+            is_websocket: True if the request opens a websocket.
 
         Raises:
-            Refusal: the path does not accept the method (405).
+            Refusal: the path does not accept the method (405), opens no websockets (400), or takes only websockets
+                (426).
         """
         operation = self.by_method.get(method)
         if operation is None:
@@ -171,6 +175,14 @@ class Route(Generic[ContextType]):
                 "method_not_allowed",
                 f"{self.path} does not take {method}, allowed is: {allowed}",
                 headers=(("allow", allowed),),
+            )
+        if is_websocket and not operation.is_websocket:
+            raise refusal("no_websocket", f"{self.path} opens no websocket: send an ordinary HTTP request")
+        if operation.is_websocket and not is_websocket:
+            raise refusal(
+                "websocket_required",
+                f"{self.path} with {method} takes only websockets: open it with a websocket client, or check that each "
+                "proxy on the way passes the headers Upgrade and Connection",
             )
         return operation
 

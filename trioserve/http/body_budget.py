@@ -21,14 +21,14 @@ DECOMPRESSIONS_MAX = 2
 
 
 class BodyBudget:
-    """The body bytes that a server holds.
+    """The bytes of request bodies and websocket messages that a server holds.
 
     Args:
         limits: limits on the size of a body, and on the sum of all bodies.
 
     Attributes:
-        bytes_held: bytes of bodies whose exchange is open.
-        bytes_total: bytes of all bodies that ever arrived, compressed if they were sent compressed.
+        bytes_held: bytes of bodies whose exchange is open, and of messages that handlers have not finished.
+        bytes_total: bytes of all bodies and messages that ever arrived, compressed if they were sent compressed.
         decompressions: limits how many bodies are decompressed at the same time.
     """
 
@@ -37,6 +37,27 @@ class BodyBudget:
         self.bytes_held = 0
         self.bytes_total = 0
         self.decompressions = FairSlots(DECOMPRESSIONS_MAX, what="compressed bodies")
+
+    def hold(self, byte_count: int) -> None:
+        """Count bytes that are now held.
+
+        Args:
+            byte_count: number of bytes.
+
+        Raises:
+            Overloaded: the bodies of all clients together become too large. Then nothing is counted.
+        """
+        if self.bytes_held + byte_count > self.limits.bodies_bytes_max:
+            raise Overloaded(
+                f"request bodies of all clients hold {self.bytes_held} bytes, "
+                f"at most {self.limits.bodies_bytes_max} are allowed: try again shortly",
+                reason="request_bodies",
+                retry_after_seconds=1.0,
+            )
+        self.bytes_held += byte_count
+
+    def release(self, byte_count: int) -> None:
+        self.bytes_held -= byte_count
 
 
 class BodyShare:
@@ -102,7 +123,7 @@ class BodyShare:
             Overloaded: the bodies of all clients together become too large. The piece is not kept.
         """
         self.check_size(self._byte_count + len(piece))
-        self._count(piece)
+        self._budget.hold(len(piece))
         self._pieces.append(piece)
         self._byte_count += len(piece)
         self._budget.bytes_total += len(piece)
@@ -117,7 +138,7 @@ class BodyShare:
             BodyTooLarge, Overloaded: as for `add`.
         """
         self.check_size(self._decompressed_bytes + len(piece))
-        self._count(piece)
+        self._budget.hold(len(piece))
         self._decompressed_bytes += len(piece)
 
     def replace_compressed(self, whole: bytes) -> bytes:
@@ -130,20 +151,10 @@ class BodyShare:
             `whole`.
         """
         assert len(whole) == self._decompressed_bytes
-        self._budget.bytes_held -= self._byte_count
+        self._budget.release(self._byte_count)
         self._pieces, self._byte_count, self._decompressed_bytes = [whole], len(whole), 0
         self.is_decompressed = True
         return whole
-
-    def _count(self, piece: bytes) -> None:
-        if self._budget.bytes_held + len(piece) > self._budget.limits.bodies_bytes_max:
-            raise Overloaded(
-                f"request bodies of all clients hold {self._budget.bytes_held} bytes, "
-                f"at most {self._budget.limits.bodies_bytes_max} are allowed: try again shortly",
-                reason="request_bodies",
-                retry_after_seconds=1.0,
-            )
-        self._budget.bytes_held += len(piece)
 
     def whole(self) -> bytes:
         """Return all bytes of the body so far. The bytes stay counted."""
@@ -153,7 +164,7 @@ class BodyShare:
 
     def release(self) -> None:
         """Return all bytes of the share to the budget. Further calls do nothing."""
-        self._budget.bytes_held -= self._byte_count + self._decompressed_bytes
+        self._budget.release(self._byte_count + self._decompressed_bytes)
         self._byte_count = self._decompressed_bytes = 0
         self._pieces = []
 

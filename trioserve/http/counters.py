@@ -19,6 +19,8 @@ class ConnectionRefusal(enum.StrEnum):
 
     RESPONSES_UNREAD = "answers_unread"
     """The client does not read the replies to its control frames."""
+    BODIES_FULL = "bodies_full"
+    """The bodies and messages of all clients reached bodies_bytes_max. Only a websocket ends for this reason."""
     ADDRESS = "address"
     """The client's address has as many connections as allowed, and all of them are in use."""
     BODY_TIMEOUT = "body_timeout"
@@ -26,14 +28,20 @@ class ConnectionRefusal(enum.StrEnum):
     CONTROL_FRAMES = "control_frames"
     CROWDED = "crowded"
     """The connection was idle or had an incomplete head while other connections waited to be accepted."""
+    FRAGMENTS = "fragments"
+    """A websocket message has too many fragments."""
     FRAME_WORK = "frame_work"
     """The HTTP/2 frames of the client cost too much CPU time."""
     FRAME_TOO_LARGE = "frame_too_large"
     HEAD_TIMEOUT = "head_timeout"
     HEAD_TOO_LARGE = "head_too_large"
     MALFORMED = "malformed"
+    MESSAGE_TOO_LARGE = "message_too_large"
+    """A websocket message has too many bytes."""
     PING_UNANSWERED = "ping_unanswered"
-    """The client has a running stream and did not answer a PING: it forgot the stream, or it does not read."""
+    """The client has a running stream or a websocket, and did not answer a ping: it forgot the stream, or it does not
+    read.
+    """
     RESETS = "resets"
     SENT_AHEAD = "sent_ahead"
     SILENT = "silent"
@@ -43,6 +51,8 @@ class ConnectionRefusal(enum.StrEnum):
     STALLED = "stalled"
     """The client read nothing, so TCP accepted no more bytes."""
     TLS_HANDSHAKE = "tls_handshake"
+    WEBSOCKET_IDLE = "websocket_idle"
+    """A websocket had no message in either direction for too long."""
 
 
 class StreamRefusal(enum.StrEnum):
@@ -91,6 +101,13 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
     exchanges_failed_total: int
     """Exchanges whose handler raised, or returned without a complete response."""
     streams_refused_total: Mapping[StreamRefusal, int]
+    websockets_open: int
+    websockets_total: int
+    websocket_messages_received_total: int
+    websocket_messages_sent_total: int
+    websocket_bytes_received_total: int
+    """Bytes of frames from clients, with their heads. HTTP/2 frames around them do not count."""
+    websocket_bytes_sent_total: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -114,6 +131,12 @@ class Tally:
     streams_refused_total: dict[StreamRefusal, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(StreamRefusal, 0)
     )
+    websockets_open: int = 0
+    websockets_total: int = 0
+    websocket_messages_received_total: int = 0
+    websocket_messages_sent_total: int = 0
+    websocket_bytes_received_total: int = 0
+    websocket_bytes_sent_total: int = 0
 
     def snapshot(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from trioserve.contracts.errors import StartupError
-from trioserve.http.exchange import Exchange, Handler, HeaderFields
+from trioserve.http.exchange import Exchange, Handler, HeaderFields, WebSocket
 from trioserve.http.message_head import TOKEN
 
 __all__ = ["CrossOrigin", "checked_origins"]
@@ -113,8 +113,12 @@ class _AmendedExchange(Exchange):
         self.headers = exchange.headers
         self.http_version = exchange.http_version
         self.peer = exchange.peer
+        self.is_websocket = exchange.is_websocket
         self._exchange = exchange
         self._fields = fields
+
+    async def accept_websocket(self, headers: HeaderFields = ()) -> WebSocket:
+        return await self._exchange.accept_websocket([*headers, *self._fields])
 
     @property
     def started(self) -> bool:

@@ -9,6 +9,7 @@ import abc
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
+import trio
 
 from trioserve.contracts.errors import InvalidRequest
 
@@ -22,6 +23,7 @@ __all__ = [
     "Headers",
     "ResponseState",
     "UnknownCoding",
+    "WebSocket",
 ]
 
 
@@ -91,6 +93,61 @@ class UnknownCoding(InvalidRequest):
     """The request body has an unsupported content-encoding. The response is 415."""
 
 
+class WebSocket(abc.ABC):
+    """One accepted websocket (RFC 6455). `Exchange.accept_websocket` returns it.
+
+    The handler runs in the cancel scope of its exchange. The connection cancels this scope as soon as the client
+    leaves: a close frame, a reset, a close or a half close of its connection, a ping without a reply, an error of the
+    protocol, a limit of FrontendLimits, or a client that reads too slowly. So a handler needs no code for a client that
+    has left. When the handler returns, the connection closes the websocket with the code 1000. If the handler raises an
+    Exception, the code is 1011. If the server cancels the handler, the code is 1001.
+
+    One task at a time may receive. Several tasks of the handler may send.
+
+    Attributes:
+        draining: set when the server starts to drain. A handler without work in progress then closes the websocket with
+            the code 1001. At the drain timeout, the server cancels the handler.
+    """
+
+    draining: trio.Event
+
+    @abc.abstractmethod
+    async def receive(self) -> str | bytes:
+        """Wait for the next message of the client.
+
+        The bytes of a message count against bodies_bytes_max until the next call. A client that sends
+        websocket_unread_bytes_max ahead of these calls loses its connection.
+
+        Returns:
+            A whole message: str for text, bytes for binary.
+        """
+
+    @abc.abstractmethod
+    async def send(self, message: str | bytes) -> None:
+        """Send one message. Return when at most stream_buffer_bytes_max are still unsent.
+
+        Args:
+            message: str is sent as text, bytes as binary.
+        """
+
+    @abc.abstractmethod
+    async def close(self, code: int = 1000, reason: str = "") -> None:
+        """Send a close frame, and wait for the client's close frame, at most close_seconds_max.
+
+        The handler must return after this call. Until it does, `receive` and `send` cancel the handler's scope.
+
+        Args:
+            code: close code: 1000 to 1003, 1007 to 1014, or 3000 to 4999.
+            reason: text for the client's log. It is cut after 123 bytes of UTF-8.
+        """
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Release all resources of the websocket. The connection calls this method when the handler has ended. If no
+        close frame was sent, this method sends one with the code 1001, if the connection allows that without waiting.
+        """
+
+
 class Exchange(abc.ABC):
     """One request and its response.
 
@@ -120,6 +177,20 @@ class Exchange(abc.ABC):
     """"1.0", "1.1" or "2"."""
     peer: str
     """The client's address and port, for log lines. "unknown" if the transport has no address."""
+    is_websocket: bool = False
+    """True if the request opens a websocket. The method is then GET, also over HTTP/2. Such a handler either calls
+    `accept_websocket`, or refuses the websocket with a response of status 300 to 599."""
+
+    async def accept_websocket(self, headers: HeaderFields = ()) -> WebSocket:
+        """Accept the websocket that the request opens. Call this instead of `respond` or `start`.
+
+        Args:
+            headers: fields of the response, such as sec-websocket-protocol.
+
+        Raises:
+            RuntimeError: the request opens no websocket, or the response has already started.
+        """
+        raise RuntimeError(f"the request for {self.path} opens no websocket: check is_websocket first")
 
     def expect_beats(self, beats: Beats) -> bool:
         """Prepare for calls of `beat`, and return whether the connection sends heartbeats.
@@ -221,31 +292,52 @@ class ResponseState:
 
     Args:
         method: method of the request.
+        is_websocket: True if the request opens a websocket.
 
     Attributes:
         started: True once the handler has given the head to the connection.
-        finished: True once the handler has given the whole body to the connection.
+        finished: True once the handler has given the whole body to the connection, or has closed the websocket.
         bodiless: True if the connection drops the body (HEAD, 204, 304).
+        websocket: the websocket, once the handler has accepted it.
     """
 
-    __slots__ = ("_is_head_request", "bodiless", "finished", "started")
+    __slots__ = ("_is_head_request", "_is_websocket", "bodiless", "finished", "started", "websocket")
 
-    def __init__(self, *, method: str) -> None:
+    def __init__(self, *, method: str, is_websocket: bool = False) -> None:
         self.started = False
         self.finished = False
         self.bodiless = False
+        self.websocket: WebSocket | None = None
         self._is_head_request = method == "HEAD"
+        self._is_websocket = is_websocket
 
     def start(self, status: int) -> None:
         if self.started:
             raise RuntimeError(f"the response has already started: a second one with status {status} is not possible")
-        if not 200 <= status <= 599:
-            raise ValueError(f"status is {status}, allowed is 200 to 599")
+        status_min = 300 if self._is_websocket else 200  # Over HTTP/2, a status of 2xx accepts the websocket.
+        if not status_min <= status <= 599:
+            raise ValueError(f"status is {status}, allowed is {status_min} to 599")
         self.started = True
         self.bodiless = self._is_head_request or status in (204, 304)
 
+    def accept(self, websocket: WebSocket) -> None:
+        """Start the response by accepting a websocket.
+
+        Args:
+            websocket: the websocket.
+
+        Raises:
+            RuntimeError: the response has already started.
+        """
+        if self.started:
+            raise RuntimeError("the response has already started: the websocket cannot be accepted any more")
+        self.started = True
+        self.websocket = websocket
+
     def check_open(self) -> None:
         """Raise RuntimeError unless the response has started and is not finished."""
+        if self.websocket is not None:
+            raise RuntimeError("the response is a websocket: use the methods of the websocket")
         if not self.started or self.finished:
             raise RuntimeError(
                 "the response is already finished" if self.finished else "the response has not been started"

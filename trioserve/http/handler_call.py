@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 async def call_handler(handler: Handler, exchange: Exchange, response: ResponseState) -> bool:
     """Run the handler, and send an error response if the handler fails before it starts a response.
 
-    The status is 400, 408 or 413 if the handler raised InvalidRequest, for example because of a bad body. Otherwise it
-    is 500.
+    After a handler has accepted a websocket, its return closes the websocket with 1000, and its failure with 1011.
+    Otherwise the status is 400, 408 or 413 if the handler raised InvalidRequest, for example because of a bad body. For
+    other failures it is 500.
 
     Args:
         handler: the function that answers requests.
@@ -55,6 +56,9 @@ async def call_handler(handler: Handler, exchange: Exchange, response: ResponseS
                 raise
             status = 413 if isinstance(error, BodyTooLarge) else 408 if isinstance(error, BodyTimeout) else 400
             await exchange.respond(status, JSON_FIELDS, refusal_body(status, str(error)))
+        if response.websocket is not None:
+            await response.websocket.close()
+            response.finished = True
         if response.finished:
             return True
         logger.error(
@@ -62,7 +66,10 @@ async def call_handler(handler: Handler, exchange: Exchange, response: ResponseS
         )
     except* Exception:  # If Cancelled is in an exception group with errors, this statement still raises Cancelled.
         logger.exception("handler failed method=%s path=%s", exchange.method, printable(exchange.path))
-    if not response.started:
+    if response.websocket is not None:
+        await response.websocket.close(1011, "the server failed")
+        response.finished = True
+    elif not response.started:
         await exchange.respond(500, JSON_FIELDS, refusal_body(500, "the server failed to answer this request"))
     return False
 

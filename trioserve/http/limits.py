@@ -138,6 +138,40 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     and then would keep an exchange open for hours.
     """
 
+    # --- one websocket ---
+    websocket_message_bytes_max: int = 32 * 1024 * 1024
+    """Maximum size of one message from the client: the same as body_bytes_max, because a message carries what a request
+    body carries. permessage-deflate is off, so a message cannot grow after it has arrived.
+    """
+    websocket_unread_bytes_max: int = 32 * 1024 * 1024
+    """Maximum size of the messages that wait for the handler. A single message may always wait. Each message counts 128
+    bytes more than its content. The server reads ahead of the handler to notice that the client leaves. A client that
+    sends more loses its connection.
+    """
+    websocket_fragments_max: int = 4096
+    """Maximum number of fragments of one message. Each frame costs about 15 us, even if it is empty. Clients that split
+    messages send 8 KB or more in one fragment, so this number is enough for the largest message.
+    """
+    websocket_control_frames_per_second_max: int = 20
+    """Frames without content per second that a client may send, sustained: pings, pongs and empty frames. Each ping
+    costs a reply. Clients send one ping in some seconds.
+    """
+    websocket_control_frames_burst_max: int = 200
+    """Frames without content above the sustained rate, such as those that a lost network link has delayed."""
+    websocket_ping_seconds: float = 20.0
+    """Silence of a client after which it gets a ping. Proxies close a silent connection after 30 to 60 seconds (nginx:
+    60). A ping and its reply cost about 0.1 ms.
+    """
+    websocket_pong_seconds_max: float = 20.0
+    """Time to answer a ping with any byte. After that, the websocket ends and its handler is cancelled. Clients in one
+    thread answer only between two steps of their own work, so this is also the longest pause of such a client.
+    """
+    websocket_idle_seconds_max: float = 1800.0
+    """Time without a message in either direction after which the server closes a websocket. An agent may wait half an
+    hour for a tool, such as a test run or the approval of a person. Pings do not count, because every client library
+    answers them without its user.
+    """
+
     # --- one HTTP/2 connection ---
     ping_seconds: float = 5.0
     """Silence of a client with running streams after which it gets a PING. Some clients (httpcore, so httpx and openai

@@ -26,7 +26,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     """A request without its body.
 
     Attributes:
-        method, path, query, headers, http_version, peer: see Exchange.
+        method, path, query, headers, http_version, peer, is_websocket: see Exchange.
     """
 
     method: str
@@ -35,6 +35,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     headers: Headers
     http_version: str
     peer: str
+    is_websocket: bool = False
 
 
 def split_target(target: str) -> tuple[str, str]:

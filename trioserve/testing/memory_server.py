@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +27,7 @@ from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image
 from trioserve.testing.inline_work import InlineDecoder, InlineImages, InlineStore, JobGate, open_inline_store
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+from trioserve.testing.memory_websocket import MemoryWebSocket
 from trioserve.trio_tools.own_run import opened_once
 
 __all__ = ["MemoryImageServer", "MemoryServer", "open_memory_image_server", "open_memory_server"]
@@ -60,6 +62,25 @@ class ServedInMemory(Generic[EngineT, AppT]):
             headers: headers that the client sends with every request.
         """
         return MemoryClient(self.connect(), http=http, headers=headers)
+
+    @asynccontextmanager
+    async def websocket(self, path: str, *, headers: Mapping[str, str] | None = None) -> AsyncIterator[MemoryWebSocket]:
+        """Open a websocket over a connection of its own. At the end of the context, the client leaves without a close
+        frame if the websocket is still open.
+
+        Args:
+            path: path and query.
+            headers: additional header fields of the opening handshake.
+
+        Raises:
+            WebSocketRefused: the server refused the websocket.
+        """
+        websocket = MemoryWebSocket(self.connect())
+        try:
+            await websocket.open(path, headers)
+            yield websocket
+        finally:
+            websocket.leave()
 
     def connect(self) -> MemoryEnd:
         """Return the client's end of a new connection, for a test that writes the HTTP protocol itself."""
@@ -99,6 +120,7 @@ class ServedInMemory(Generic[EngineT, AppT]):
         self.engine.assert_all_free()
         counters = self.server.counters()
         assert counters.exchanges_open == 0, f"{counters.exchanges_open} requests are still open in the front end"
+        assert counters.websockets_open == 0, f"{counters.websockets_open} websockets are still open in the front end"
         assert counters.request_body_bytes_held == 0, f"{counters.request_body_bytes_held} bytes of bodies are held"
 
 

@@ -12,19 +12,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import trio
 
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.connection_setup import ConnectionSetup, break_off, close_after, close_now
 from trioserve.http.counters import ConnectionRefusal, StreamRefusal
-from trioserve.http.exchange import HeaderFields
+from trioserve.http.exchange import HeaderFields, WebSocket
 from trioserve.http.handler_call import JSON_FIELDS, call_handler, refusal_body
 from trioserve.http.http1.exchange import H11Exchange
-from trioserve.http.http1.protocol import BadHead, H1Protocol
+from trioserve.http.http1.protocol import BadHead, EncodedFields, H1Protocol
+from trioserve.http.http1.websocket_wire import H11WebSocketWire
 from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.pace import ResponsePace
+from trioserve.http.websocket.handshake import handshake_fault, upgrade_fields
 from trioserve.trio_tools.tcp_stream import SendsAtOnce
+
+if TYPE_CHECKING:
+    from trioserve.http.websocket.framed import FramedWebSocket
 
 __all__ = ["H11Connection"]
 
@@ -94,6 +100,8 @@ class H11Connection:
         self._lingers = True  # If True, the connection waits at its end until the client has read the last response.
         # If True, a part of a response may have been sent, and no other response can follow.
         self._write_broken = False
+        self._websocket: FramedWebSocket | None = None  # A websocket owns the connection until its end.
+        self._wire: H11WebSocketWire | None = None
 
     # --- methods for the server ---
 
@@ -131,7 +139,8 @@ class H11Connection:
 
     def unsent(self) -> tuple[int, int]:
         """Return the number of bytes that wait for the client, and the number of responses to which they belong."""
-        return self._writing_bytes, int(self._writing_bytes > 0)
+        byte_count = self._writing_bytes if self._wire is None else self._wire.unsent_bytes
+        return byte_count, int(byte_count > 0)
 
     def announce_drain(self) -> None:
         """Answer the current or else the next request with `Connection: close`, and end the connection after that.
@@ -140,6 +149,8 @@ class H11Connection:
         If a part of the request body is missing when the handler needs it, the request is refused (503).
         """
         self._is_last = True
+        if self._websocket is not None:
+            self._websocket.draining.set()
         self._notify_change()
 
     def drain(self) -> None:
@@ -149,6 +160,8 @@ class H11Connection:
         self._is_last = self._is_leaving = True
         if self._exchange is None and not self.protocol.request_begun:
             self._scope.cancel()
+        if self._websocket is not None:
+            self._websocket.draining.set()
         self._notify_change()
 
     def make_room(self) -> None:
@@ -218,7 +231,7 @@ class H11Connection:
                 with trio.CancelScope(deadline=self._pace.start(trio.current_time())) as timeout:
                     await self._transport.send_all(piece)
                 if timeout.cancelled_caught:
-                    self._stalled(reads_some=self._pace.saw_progress)
+                    self.stalled(reads_some=self._pace.saw_progress)
                     await trio.lowlevel.checkpoint()
                     return
                 if start + WRITE_BYTES < len(data):
@@ -226,7 +239,7 @@ class H11Connection:
                 else:
                     self._pace.stop(len(piece), trio.current_time())
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self._client_left()
+            self.client_left()
             await trio.lowlevel.checkpoint()
         self._write_broken = False
         self._writing_bytes = 0
@@ -244,15 +257,63 @@ class H11Connection:
             self._inserted = None
             inserted.set()
 
+    async def switch_to_websocket(self, exchange: H11Exchange, fields: EncodedFields) -> WebSocket:
+        # The first websocket loads wsproto.
+        from trioserve.http.websocket.framed import FramedWebSocket
+
+        assert self._nursery is not None
+        setup = self._setup
+        await trio.lowlevel.checkpoint()
+        while self._inserted is not None:
+            await self._inserted.wait()
+        head, following = self.protocol.switch_protocols(fields)
+        self._is_last = True
+        self._wire = H11WebSocketWire(self, self._transport, self._nursery, self._pace)
+        self._websocket = FramedWebSocket(
+            self._wire, exchange.scope, setup.body_budget, self._limits, self._tally, peer=self._peer
+        )
+        exchange.response.accept(self._websocket)
+        if setup.slots.is_draining:
+            self._websocket.draining.set()
+        self._wire.push(head)
+        self._websocket.feed(following)
+        self._nursery.start_soon(self._parse_frames, self._websocket)
+        self._nursery.start_soon(self._websocket.watch)
+        self._notify_change()
+        return self._websocket
+
+    async def _parse_frames(self, websocket: FramedWebSocket) -> None:
+        while websocket.parse():
+            await trio.lowlevel.checkpoint()
+
+    def client_left(self) -> None:
+        self._client_gone = True
+        if self._websocket is not None and self._websocket.leave():
+            return  # The handler has closed the websocket, and may return.
+        if self._exchange is not None:
+            self._tally.exchanges_left_total += 1
+        self._scope.cancel()
+
+    def stalled(self, *, reads_some: bool) -> None:
+        self._tally.exchanges_stalled_total += self._exchange is not None
+        reason = ConnectionRefusal.SLOW_READER if reads_some else ConnectionRefusal.STALLED
+        self._tally.connections_refused_total[reason] += 1
+        logger.info("client reads %s, connection ended peer=%s", "too little" if reads_some else "nothing", self._peer)
+        self._scope.cancel()
+
     # --- reading ---
 
     async def _read(self) -> None:
         while True:
-            if self.protocol.held_bytes >= self._limits.pipelined_bytes_max:
+            if self._websocket is not None:
+                await self._parse_frames(self._websocket)
+                if self._websocket.is_over:
+                    return
+            elif self.protocol.held_bytes >= self._limits.pipelined_bytes_max:
                 if self._exchange is not None and self.protocol.request_ended:
                     self._tally.connections_refused_total[ConnectionRefusal.SENT_AHEAD] += 1
                     logger.info("connection ended peer=%s reason=too many pipelined bytes", self._peer)
-                    self._client_left()
+                    self.client_left()
                     return
                 await self._wait_for_change()
                 continue
@@ -261,8 +322,11 @@ class H11Connection:
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 received = b""
             if not received:
-                self._client_left()
+                self.client_left()
                 return
+            if self._websocket is not None:
+                self._websocket.feed(received)
+                continue
             self.protocol.receive(received)
             if self._exchange is not None and self._exchange.started:
                 self.protocol.drop_body()
@@ -333,6 +397,8 @@ class H11Connection:
             # A proxy may use the other length and read the rest of the body as a request (smuggling, RFC 9112, 6.1).
             self._tally.connections_refused_total[ConnectionRefusal.MALFORMED] += 1
             return 400, "the request gives two body lengths: send either transfer-encoding or content-length", ()
+        if head.is_websocket and (fault := handshake_fault(head.headers, has_key=True)) is not None:
+            return fault
         self._is_known = self._setup.slots.knows(head.headers)
         if self._is_known:
             self.on_known()
@@ -355,23 +421,35 @@ class H11Connection:
             with exchange.scope:
                 if not await call_handler(self._setup.handler, exchange, exchange.response):
                     tally.exchanges_failed_total += 1
+            if self._wire is not None:
+                await self._send_last_frames(self._wire)
         finally:
+            if self._websocket is not None:
+                self._websocket.release()
             self._exchange = None
             self._responded_at = trio.current_time()
             exchange.share.release()
             slots.release(is_known=self._is_known, is_late=self._is_late)
-            if exchange.started and not exchange.response.finished:
+            if self._wire is not None:
+                self._write_broken = self._wire.is_broken
+            elif exchange.started and not exchange.response.finished:
                 self._write_broken = True
         if self._is_body_unfinished and not exchange.started:
             await self._refuse_unfinished()
         return exchange.response.finished and not self._write_broken
+
+    async def _send_last_frames(self, wire: H11WebSocketWire) -> None:
+        """Wait until the client has the last frames of a websocket, at most close_seconds_max."""
+        with trio.move_on_after(self._limits.close_seconds_max):
+            while wire.unsent_bytes and not self._client_gone:
+                await wire.wait_for_client()
 
     async def _refuse(self, status: int, message: str, fields: HeaderFields = ()) -> None:
         if not self.protocol.can_refuse:
             return
         body = refusal_body(status, message)
         encoded = encode_fields([*JSON_FIELDS, *fields], unix_seconds=self.unix_seconds(), content_length=len(body))
-        encoded.append((b"connection", b"close"))
+        encoded += [*upgrade_fields(status), (b"connection", b"close")]
         await self.write(self.protocol.respond(status, encoded, body, is_ordinary=False))
 
     async def _refuse_unfinished(self) -> None:
@@ -384,28 +462,16 @@ class H11Connection:
 
     # --- ending ---
 
-    def _client_left(self) -> None:
-        self._client_gone = True
-        if self._exchange is not None:
-            self._tally.exchanges_left_total += 1
-        self._scope.cancel()
-
-    def _stalled(self, *, reads_some: bool) -> None:
-        self._tally.exchanges_stalled_total += self._exchange is not None
-        reason = ConnectionRefusal.SLOW_READER if reads_some else ConnectionRefusal.STALLED
-        self._tally.connections_refused_total[reason] += 1
-        logger.info("client reads %s, connection ended peer=%s", "too little" if reads_some else "nothing", self._peer)
-        self._scope.cancel()
-
     async def _close(self, *, wait: bool) -> None:
         seconds_max = self._limits.close_seconds_max
+        final_bytes = b"" if self._wire is None else self._wire.take_unsent()
         if self._write_broken:
             await break_off(self._transport)
         elif wait and self._lingers and not self._client_gone:
             more_expected = self.protocol.held_bytes > 0 or not self.protocol.request_ended
-            await close_after(self._transport, b"", seconds_max=seconds_max, more_expected=more_expected)
+            await close_after(self._transport, final_bytes, seconds_max=seconds_max, more_expected=more_expected)
         else:
-            await close_now(self._transport, b"", seconds_max=seconds_max)
+            await close_now(self._transport, final_bytes, seconds_max=seconds_max)
 
     # --- the reader and the task that serves requests wait for each other ---
 

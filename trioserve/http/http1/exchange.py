@@ -7,11 +7,12 @@ from typing import Protocol
 import trio
 
 from trioserve.http.body_budget import BodyShare, decoded_body
-from trioserve.http.exchange import Beats, BodyTimeout, Exchange, HeaderFields, ResponseState
+from trioserve.http.exchange import Beats, BodyTimeout, Exchange, HeaderFields, ResponseState, WebSocket
 from trioserve.http.http1.protocol import EncodedFields, H1Protocol, interim_response
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.pace import BodyPace
+from trioserve.http.websocket.handshake import accept_fields, upgrade_fields
 
 __all__ = ["ExchangeOwner", "H11Exchange"]
 
@@ -59,6 +60,14 @@ class ExchangeOwner(Protocol):
     def unix_seconds(self) -> int:
         """Return the time of day, in seconds since 1970."""
 
+    async def switch_to_websocket(self, exchange: H11Exchange, fields: EncodedFields) -> WebSocket:
+        """Accept a websocket, which then owns the connection.
+
+        Args:
+            exchange: the exchange that opens the websocket.
+            fields: header fields of the response.
+        """
+
 
 class H11Exchange(Exchange):
     """The exchange of one HTTP/1.1 request. The connection creates the exchange and enters its scope.
@@ -77,8 +86,9 @@ class H11Exchange(Exchange):
         self.headers = head.headers
         self.http_version = head.http_version
         self.peer = head.peer
+        self.is_websocket = head.is_websocket
         self.scope = trio.CancelScope()
-        self.response = ResponseState(method=head.method)
+        self.response = ResponseState(method=head.method, is_websocket=head.is_websocket)
         self.share = share
         self._owner = owner
         self._limits = limits
@@ -134,6 +144,13 @@ class H11Exchange(Exchange):
         await trio.lowlevel.checkpoint()
         return await decoded_body(self.share, self.headers)
 
+    async def accept_websocket(self, headers: HeaderFields = ()) -> WebSocket:
+        if not self.is_websocket:
+            return await super().accept_websocket(headers)
+        self.response.check_body_readable()
+        fields = accept_fields(self.headers) + encode_fields(headers, unix_seconds=self._owner.unix_seconds())
+        return await self._owner.switch_to_websocket(self, fields)
+
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         fields, is_ordinary = self._begin(status, headers, content_length=len(body), has_heartbeats=True)
         body = b"" if self.response.bodiless else body
@@ -182,6 +199,7 @@ class H11Exchange(Exchange):
         if self._beats is not None and has_heartbeats:
             headers = [*headers, *self._beats.fields]
         fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
+        fields += upgrade_fields(status)
         self.response.start(status)
         stays_open = self._owner.response_starts()
         if not stays_open:

@@ -13,6 +13,7 @@ import h11
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.http.exchange import HeaderFields, Headers
 from trioserve.http.message_head import REASONS, RequestHead, split_target
+from trioserve.http.websocket.handshake import asks_for_websocket
 
 __all__ = ["BadHead", "ChunkSizes", "H1Protocol", "plain_request"]
 
@@ -316,6 +317,20 @@ class H1Protocol:
         self._is_chunked = is_http_1_1 and not _has_length(fields)
         return head
 
+    def switch_protocols(self, fields: EncodedFields) -> tuple[bytes, bytes]:
+        """Accept the upgrade that the request asks for. After that, no other method may be called.
+
+        Args:
+            fields: all header fields of the response.
+
+        Returns:
+            The encoded response, and the client's bytes that follow its request.
+        """
+        head = self._through_h11(h11.InformationalResponse(status_code=101, headers=fields, reason=REASONS[101]))
+        following = bytes(self._h11.trailing_data[0]) + bytes(self._held)
+        self._held.clear()
+        return head, following
+
     def send_data(self, data: bytes) -> bytes:
         if self._is_chunked:
             # h11 does not count chunks, and encoding with h11 would take most of the CPU time of an event.
@@ -414,13 +429,16 @@ class H1Protocol:
 
 def _request_head(request: h11.Request, peer: str) -> RequestHead:
     path, query = split_target(request.target.decode("latin-1"))
+    method, http_version = request.method.decode("ascii"), request.http_version.decode("ascii")
+    headers = Headers((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers)
     return RequestHead(
-        method=request.method.decode("ascii"),
+        method=method,
         path=path,
         query=query,
-        headers=Headers((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers),
-        http_version=request.http_version.decode("ascii"),
+        headers=headers,
+        http_version=http_version,
         peer=peer,
+        is_websocket=asks_for_websocket(method, http_version, headers),
     )
 
 

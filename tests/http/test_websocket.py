@@ -1,0 +1,258 @@
+"""Tests of websockets: the opening handshake, messages in both directions, the closing handshake, and clients that
+leave.
+"""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from trioserve.testing.memory_stream import memory_connection
+from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed, WebSocketRefused
+
+PASSES_MAX = 6
+
+
+async def echo(exchange):
+    websocket = await exchange.accept_websocket()
+    while True:
+        await websocket.send(await websocket.receive())
+
+
+async def silent(exchange):
+    await exchange.accept_websocket()
+    await trio.sleep_forever()
+
+
+def connected(front) -> MemoryWebSocket:
+    return MemoryWebSocket(front.connect(memory_connection))
+
+
+async def opened(front) -> MemoryWebSocket:
+    websocket = connected(front)
+    await websocket.open("/")
+    return websocket
+
+
+async def test_messages_arrive_whole_and_keep_their_type(autojump_clock, front):
+    websocket = await opened(front(echo))
+    for message in ("", "text", "ä€🙂" * 40_000, b"", b"\x00\xff", bytes(range(256)) * 300):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(websocket.send, message)
+            assert await websocket.receive() == message
+    websocket.leave()
+
+
+async def test_handler_that_returns_closes_the_websocket_with_1000(autojump_clock, front):
+    async def handler(exchange):
+        websocket = await exchange.accept_websocket()
+        await websocket.send("bye")
+
+    the_front = front(handler)
+    websocket = await opened(the_front)
+    assert await websocket.receive() == "bye"
+    with pytest.raises(WebSocketClosed) as closed:
+        await websocket.receive()
+    assert closed.value.code == 1000
+    websocket.leave()
+    await the_front.settle()
+    counters = the_front.server.counters()
+    assert (counters.exchanges_left_total, counters.exchanges_failed_total) == (0, 0)
+    assert the_front.connection_count == 0
+
+
+async def test_handler_that_fails_closes_the_websocket_with_1011(autojump_clock, front, caplog):
+    async def handler(exchange):
+        await exchange.accept_websocket()
+        raise ValueError("a bug")
+
+    the_front = front(handler)
+    websocket = await opened(the_front)
+    assert (await websocket.closed()).code == 1011
+    websocket.leave()
+    await the_front.settle()
+    assert the_front.server.counters().exchanges_failed_total == 1
+    assert "handler failed" in caplog.text
+
+
+async def test_close_frame_of_the_client_is_answered_once_and_cancels_the_handler(autojump_clock, front, watched):
+    handler = watched(echo)
+    the_front = front(handler)
+    websocket = await opened(the_front)
+    closed = await websocket.close(4321, "enough")
+    assert (closed.code, closed.reason) == (4321, "enough")
+    assert await handler.passes_until_ended() <= PASSES_MAX
+    assert handler.cancelled
+    assert await websocket.stream.receive_some() == b""  # The server sends nothing after its close frame.
+    websocket.leave()
+    await the_front.settle()
+    assert the_front.connection_count == 0
+    assert the_front.server.counters().exchanges_left_total == 1
+
+
+@pytest.mark.parametrize("handler", [echo, silent])
+@pytest.mark.parametrize("leave", ["leave", "abort", "half_close"])
+async def test_handler_is_cancelled_within_a_few_scheduler_passes_if_the_client_leaves(
+    autojump_clock, front, watched, handler, leave
+):
+    handler = watched(handler)
+    the_front = front(handler)
+    websocket = await opened(the_front)
+    if leave == "half_close":
+        await websocket.half_close()
+    else:
+        getattr(websocket, leave)()
+    assert await handler.passes_until_ended() <= PASSES_MAX
+    assert handler.cancelled
+    await the_front.settle()
+    assert the_front.connection_count == 0
+    assert the_front.server.counters().exchanges_left_total == 1
+
+
+async def test_client_without_a_close_frame_delays_the_close_of_the_handler_by_at_most_the_limit(autojump_clock, front):
+    seconds = []
+
+    async def handler(exchange):
+        websocket = await exchange.accept_websocket()
+        began_at = trio.current_time()
+        await websocket.close(1001, "the server stops")
+        seconds.append(trio.current_time() - began_at)
+
+    the_front = front(handler, close_seconds_max=3)
+    await opened(the_front)
+    await trio.sleep(10)
+    assert seconds == [3]
+    assert the_front.connection_count == 0
+
+
+async def test_send_and_receive_after_the_own_close_cancel_the_handler(autojump_clock, front, watched):
+    async def handler(exchange):
+        websocket = await exchange.accept_websocket()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(websocket.receive)
+            await websocket.close()
+            await websocket.send("too late")
+
+    handler = watched(handler)
+    the_front = front(handler)
+    websocket = await opened(the_front)
+    assert (await websocket.closed()).code == 1000
+    await handler.ended.wait()
+    assert the_front.server.counters().exchanges_failed_total == 0
+
+
+@pytest.mark.parametrize(
+    "changes, status",
+    [
+        ({"Sec-WebSocket-Version": "8"}, 426),
+        ({"Sec-WebSocket-Key": "c2hvcnQ="}, 400),
+        ({"Sec-WebSocket-Key": "***"}, 400),
+        ({"Content-Length": "3"}, 400),
+    ],
+)
+async def test_malformed_opening_handshake_is_refused(autojump_clock, front, changes, status):
+    websocket = connected(front(echo))
+    with pytest.raises(WebSocketRefused) as refused:
+        await websocket.open("/", changes)
+    assert refused.value.status == status
+    if status == 426:
+        assert refused.value.headers["sec-websocket-version"] == "13"
+        assert refused.value.headers["upgrade"] == "websocket"
+
+
+async def test_handler_refuses_a_websocket_with_an_ordinary_response(autojump_clock, front):
+    async def handler(exchange):
+        assert exchange.is_websocket
+        await exchange.respond(403, [], b"not you")
+
+    websocket = connected(front(handler))
+    with pytest.raises(WebSocketRefused) as refused:
+        await websocket.open("/")
+    assert (refused.value.status, refused.value.body) == (403, b"not you")
+
+
+async def test_plain_request_opens_no_websocket(autojump_clock, front):
+    async def handler(exchange):
+        assert not exchange.is_websocket
+        with pytest.raises(RuntimeError, match="no websocket"):
+            await exchange.accept_websocket()
+        await exchange.respond(200, [], b"plain")
+
+    client = front(handler).h11()
+    await client.request(method="GET")
+    assert (await client.response())[2] == b"plain"
+
+
+async def test_accept_token_is_that_of_the_example_in_rfc_6455(autojump_clock, front):
+    websocket = connected(front(echo))
+    await websocket.open("/", {"Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="})
+    assert websocket.headers["sec-websocket-accept"] == "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
+    websocket.leave()
+
+
+async def test_silent_client_is_pinged_and_lost_if_it_does_not_answer(autojump_clock, front, watched):
+    handler = watched(echo)
+    the_front = front(handler, websocket_ping_seconds=20, websocket_pong_seconds_max=7)
+    websocket = await opened(the_front)
+    websocket.answers_pings = False
+    began_at = trio.current_time()
+    assert (await websocket.closed()).code == 1011
+    await handler.ended.wait()
+    assert trio.current_time() - began_at == 27
+    assert len(websocket.pings) == 1
+    assert handler.cancelled
+
+
+async def test_client_that_answers_pings_stays_until_the_idle_limit(autojump_clock, front):
+    websocket = await opened(front(echo, websocket_ping_seconds=20, websocket_idle_seconds_max=1000))
+    began_at = trio.current_time()
+    closed = await websocket.closed()
+    assert (closed.code, closed.reason) == (1001, "no message for 1000 seconds")
+    assert trio.current_time() - began_at == 1000
+    assert len(websocket.pings) == 49
+
+
+async def test_draining_is_set_when_the_server_starts_to_drain(autojump_clock, front):
+    async def handler(exchange):
+        websocket = await exchange.accept_websocket()
+        await websocket.draining.wait()
+        await websocket.close(1001, "the server stops")
+
+    the_front = front(handler)
+    websocket = await opened(the_front)
+    the_front.server.announce_drain()
+    closed = await websocket.closed()
+    assert (closed.code, closed.reason) == (1001, "the server stops")
+    await the_front.server.wait_until_answered()
+
+
+async def test_cancelling_the_server_sends_the_close_code_1001(autojump_clock, front, watched):
+    handler = watched(silent)
+    the_front = front(handler)
+    websocket = await opened(the_front)
+    the_front.server.drain()
+    await the_front.settle()
+    assert handler.running == 1
+    the_front.cancel()
+    assert (await websocket.closed()).code == 1001
+    assert handler.cancelled
+    await the_front.settle()
+    assert the_front.connection_count == 0
+
+
+async def test_client_that_stops_reading_loses_its_connection_after_the_stall_limit(autojump_clock, front, watched):
+    async def handler(exchange):
+        websocket = await exchange.accept_websocket()
+        while True:
+            await websocket.send(bytes(10_000))
+
+    handler = watched(handler)
+    the_front = front(handler, stall_seconds_max=30)
+    await opened(the_front)
+    began_at = trio.current_time()
+    await handler.ended.wait()
+    assert trio.current_time() - began_at == pytest.approx(30, abs=0.1)
+    assert handler.cancelled
+    await the_front.settle()
+    assert the_front.server.counters().exchanges_stalled_total == 1
+    assert the_front.connection_count == 0
