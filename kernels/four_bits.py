@@ -18,7 +18,7 @@ BLOCK_VALUES = 32
 GROUP_BLOCKS_MAX = 4
 # For each block type, the dtype of scale and minimum, and True if there is a minimum.
 BLOCK_TYPES = {"Q4_0": (torch.float16, False), "Q4_1": (torch.float16, True), "Q4_F32": (torch.float32, True)}
-"""Block types of native.BLOCK_FORMATS that can stay packed."""
+"""Block types of structs.BLOCK_FORMATS that can stay packed."""
 
 
 @dataclass(frozen=True, slots=True)

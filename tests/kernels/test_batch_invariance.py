@@ -11,18 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from trioserve_kernels.native import (
+from trioserve_kernels.native import Engine, WeightMemory, address, int32_array
+from trioserve_kernels.structs import (
     DTYPES,
     GGML_FORMATS,
-    Engine,
     LayerStruct,
     MatrixStruct,
     ModelStruct,
     StepStruct,
     WeightFormat,
-    WeightMemory,
-    address,
-    int32_array,
     matrix_of,
 )
 

@@ -12,19 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from trioserve_kernels.native import (
-    BLOCK_FORMATS,
-    DTYPES,
-    FileRowsStruct,
-    Library,
-    Loading,
-    NoNativeKernels,
-    RowsKind,
-    WeightFormat,
-    WeightMemory,
-    address,
-    load_library,
-)
+from trioserve_kernels.native import Library, Loading, NoNativeKernels, WeightMemory, address, load_library
+from trioserve_kernels.structs import BLOCK_FORMATS, DTYPES, FileRowsStruct, RowsKind, WeightFormat
 
 KINDS = {"float32": np.dtype(np.uint32), "bfloat16": np.dtype(np.uint16)}
 

@@ -19,19 +19,8 @@ import torch
 from torch import Tensor
 
 from trioserve_kernels.kv_format import CODED_DTYPES, decode, encode, head_dim_of
-from trioserve_kernels.native import (
-    DTYPES,
-    KV_FORMATS,
-    Engine,
-    LayerStruct,
-    Library,
-    ModelStruct,
-    StepStruct,
-    WeightFormat,
-    WeightMemory,
-    address,
-    matrix_of,
-)
+from trioserve_kernels.native import Engine, Library, WeightMemory, address
+from trioserve_kernels.structs import DTYPES, KV_FORMATS, LayerStruct, ModelStruct, StepStruct, WeightFormat, matrix_of
 
 DTYPE_IDS = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 ATTENTION_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -18,15 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from trioserve_kernels.native import (
-    BLOCK_FORMATS,
-    Engine,
-    Library,
-    MatrixStruct,
-    WeightFormat,
-    WeightMemory,
-    matrix_of,
-)
+from trioserve_kernels.native import Engine, Library, WeightMemory
+from trioserve_kernels.structs import BLOCK_FORMATS, MatrixStruct, WeightFormat, matrix_of
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

@@ -21,7 +21,8 @@ from trioserve.model.loading.names import TRANSFORMERS, outside_name
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.packed_weights import weight_format
 from trioserve.model.torch_formats import as_tensor
-from trioserve_kernels.native import BLOCK_FORMATS, NoNativeKernels, WeightFormat, WeightMemory, load_library
+from trioserve_kernels.native import NoNativeKernels, WeightMemory, load_library
+from trioserve_kernels.structs import BLOCK_FORMATS, WeightFormat
 
 Written = tuple[Path, dict[str, torch.Tensor]]
 ALL = (

@@ -32,7 +32,8 @@ from trioserve.model.step_model import NOT_FINITE, NOTHING_ALLOWED, Samples, sam
 from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels import reference_fused
 from trioserve_kernels.build import build_library, supported_levels
-from trioserve_kernels.native import Engine, Library, NoNativeKernels, StepStruct
+from trioserve_kernels.native import Engine, Library, NoNativeKernels
+from trioserve_kernels.structs import StepStruct
 
 Sample = Callable[[torch.Tensor, Sequence[ScheduledChunk], TokenMasks], Samples]
 HAS_NATIVE = bool(supported_levels())

@@ -25,7 +25,8 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.packed_weights import settle_quantization, weight_format
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve_kernels.native import BLOCK_FORMATS, GGML_FORMATS, NoNativeKernels, WeightFormat, load_library
+from trioserve_kernels.native import NoNativeKernels, load_library
+from trioserve_kernels.structs import BLOCK_FORMATS, GGML_FORMATS, WeightFormat
 
 BLOCK_TYPES = tuple(GGML_FORMATS)
 

@@ -26,7 +26,8 @@ from trioserve.model.sampler import DRAW_TILES, draw_word, exponentials
 from trioserve.model.step_model import Samples
 from trioserve_kernels import reference_fused
 from trioserve_kernels.build import build_library, supported_levels
-from trioserve_kernels.native import Engine, Library, NoNativeKernels, StepStruct
+from trioserve_kernels.native import Engine, Library, NoNativeKernels
+from trioserve_kernels.structs import StepStruct
 
 VOCAB_SIZE = 700  # Each tile of the draw has several tokens, and not all tokens are sorted at first.
 

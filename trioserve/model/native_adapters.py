@@ -14,16 +14,8 @@ from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, empty_values
 from trioserve.model.packed_weights import has_pairs_together, pairs_together
-from trioserve_kernels.native import (
-    BLOCK_OUTPUTS,
-    CACHE_LINE_BYTES,
-    AdapterLayerStruct,
-    AdapterMatrixStruct,
-    AdapterPartStruct,
-    Library,
-    WeightMemory,
-    address,
-)
+from trioserve_kernels.native import CACHE_LINE_BYTES, Library, WeightMemory, address
+from trioserve_kernels.structs import BLOCK_OUTPUTS, AdapterLayerStruct, AdapterMatrixStruct, AdapterPartStruct
 
 __all__ = ["NativeAdapter"]
 

@@ -63,7 +63,8 @@ from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.step_model import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
 from trioserve.model.step_rows import StepRows, given_rows, needed_rows, normed, pooled_vector
 from trioserve.model.weights import RowsTarget, Slot
-from trioserve_kernels.native import (
+from trioserve_kernels.native import Engine, Library, address, empty_array, int32_array, start_of
+from trioserve_kernels.structs import (
     ACTIVATIONS,
     BLOCK_OUTPUTS,
     DTYPES,
@@ -72,21 +73,15 @@ from trioserve_kernels.native import (
     NORM_KINDS,
     QK_NORMS,
     SCORINGS,
-    Engine,
     ExpertsStruct,
     LatentStruct,
     LaurelStruct,
     LayerStreamsStruct,
     LayerStruct,
-    Library,
     MatrixStruct,
     ModelStruct,
     RowsKind,
     StepStruct,
-    address,
-    empty_array,
-    int32_array,
-    start_of,
 )
 
 __all__ = ["NativeModel", "why_not_native"]

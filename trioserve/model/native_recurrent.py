@@ -18,7 +18,8 @@ from trioserve.model.model_config import ModelConfig, StreamsConfig
 from trioserve.model.number_formats import Float32Array, Values
 from trioserve.model.packed_weights import PackedWeights
 from trioserve.model.weights import Slot
-from trioserve_kernels.native import (
+from trioserve_kernels.native import address
+from trioserve_kernels.structs import (
     BLOCK_OUTPUTS,
     CONV_KERNEL_MAX,
     STATE_NORMS,
@@ -27,7 +28,6 @@ from trioserve_kernels.native import (
     MatrixStruct,
     RecurrentStruct,
     StreamsStruct,
-    address,
 )
 
 __all__ = [

@@ -23,11 +23,10 @@ from trioserve_kernels.native import (
     FLAW_NOTHING_ALLOWED,
     FLAW_NOTHING_LEFT,
     NO_FLAW,
-    SamplingStruct,
-    StepStruct,
     int32_array,
     start_of,
 )
+from trioserve_kernels.structs import SamplingStruct, StepStruct
 
 __all__ = ["NativeSamplings", "token_logprob"]
 

@@ -26,15 +26,14 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array, Values
 from trioserve.model.settings import QuantizationName
 from trioserve.model.weights import RowsTarget, Slot
-from trioserve_kernels.native import (
+from trioserve_kernels.native import Library, WeightMemory
+from trioserve_kernels.structs import (
     BLOCK_FORMATS,
     BLOCK_OUTPUTS,
     DTYPES,
-    Library,
     MatrixStruct,
     RowsKind,
     WeightFormat,
-    WeightMemory,
     matrix_of,
 )
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
 from trioserve.model.number_formats import Dtype, Values
-from trioserve_kernels.native import FileRowsStruct, Library, Loading, RowsKind
+from trioserve_kernels.native import Library, Loading
+from trioserve_kernels.structs import FileRowsStruct, RowsKind
 
 __all__ = ["Progress", "RowsTarget", "Slot", "fill_slot", "fill_slots", "paired"]
 

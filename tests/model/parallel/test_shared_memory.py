@@ -15,7 +15,8 @@ import torch
 
 from trioserve.model.parallel.native_callbacks import NativeCallbacks
 from trioserve.model.parallel.shared_memory import Arrivals, SharedMemoryCollectives, make_shared_memory
-from trioserve_kernels.native import CollectivesStruct, Library, NoNativeKernels, load_library
+from trioserve_kernels.native import Library, NoNativeKernels, load_library
+from trioserve_kernels.structs import CollectivesStruct
 
 DEADLINE_SECONDS = 60.0
 

@@ -293,7 +293,7 @@ class QuantizedMatrix:
 
     @property
     def _block_type(self) -> str | None:
-        """Block type in native.BLOCK_FORMATS that can store the matrix without loss, or None."""
+        """Block type in structs.BLOCK_FORMATS that can store the matrix without loss, or None."""
         if self._is_float or self._scheme.has_order or self._inputs % BLOCK_VALUES or self._group % BLOCK_VALUES:
             return None
         is_half = self._scheme.is_symmetric and self._scales.storage == "F16"

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 
 from trioserve.model.parallel.collectives import Collectives
-from trioserve_kernels.native import CollectivesStruct, GatherFunction, RoomFunction, SumFunction
+from trioserve_kernels.structs import CollectivesStruct, GatherFunction, RoomFunction, SumFunction
 
 __all__ = ["NativeCallbacks"]
 

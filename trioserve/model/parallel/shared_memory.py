@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from trioserve_kernels.native import SUM_DTYPES, Library
+from trioserve_kernels.native import Library
+from trioserve_kernels.structs import SUM_DTYPES
 
 __all__ = ["Arrivals", "SharedMemoryCollectives", "make_shared_memory"]
 
