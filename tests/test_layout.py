@@ -102,8 +102,8 @@ ROOMS = {
         rooms=words("contracts model trio_tools"),
         packages=words("trio outcome numpy torch trioserve_kernels"),
         only_in={
-            "trio": words("door.py group.py headless.py link.py placed.py"),
-            "numpy": words("offered_weights.py rank_pages.py rank_process.py stage_sockets.py"),
+            "trio": words("door.py group.py host.py link.py placed.py"),
+            "numpy": words("offered_weights.py rank_process.py ranked_runner.py stage_sockets.py"),
             "torch": words("rank_process.py"),
             "trioserve_kernels": words("rank_process.py"),
         },
@@ -614,7 +614,7 @@ BLOCKING = {
     "commands/remote.py": "urllib, each read within a time",
     "model/loading/default_model.py": "urllib, each read within a time",
     "ranks/placed.py": "a datagram socket that sends nothing",
-    "ranks/stage_meeting.py": "make_blocking bounds it",
+    "ranks/stage_sockets.py": "make_blocking bounds it",
     "ray_engines.py": "closed at once",
     "http/listener.py": "a Unix socket of this machine",
 }

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trioserve.metrics.catalogue import CATALOGUE
+from trioserve.metrics.registry import CATALOGUE
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "observability"
 PROMETHEUS = EXAMPLE / "prometheus"

@@ -22,8 +22,7 @@ from trioserve.asyncio.trio_thread import ThreadEvent
 from trioserve.commands.log_lines import logging_to
 from trioserve.contracts.errors import StartupError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
-from trioserve.ranks.headless import keep_ranks
-from trioserve.ranks.host import free_port
+from trioserve.ranks.host import free_port, keep_ranks
 from trioserve.ranks.placed import RankDoor, RankNode, RanksWanted
 from trioserve.ray_engines import amounts
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped

@@ -29,8 +29,8 @@ from trioserve.assemble import EngineParameters
 from trioserve.assemble_images import ImageEngineParameters
 from trioserve.config import Config
 from trioserve.contracts import errors
-from trioserve.metrics.catalogue import CATALOGUE
 from trioserve.metrics.metric import Metric, Question
+from trioserve.metrics.registry import CATALOGUE
 from trioserve.options.option import in_python, options_of
 from trioserve.options.router import RouterOptions
 from trioserve.options.server import ServerOptions

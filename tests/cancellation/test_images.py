@@ -16,8 +16,12 @@ from trioserve.contracts.errors import Draining
 from trioserve.contracts.events import AbortOutcome, FinishReason, IterativePhase
 from trioserve.contracts.image_generation import ImageParams, RGBImage
 from trioserve.contracts.iterative import IterativeRequest
-from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageEngine, open_fake_image_engine
-from trioserve.testing.fake_iterative_executor import FakeImageExecutor
+from trioserve.testing.fake_image_engine import (
+    FAKE_IMAGE_MODEL,
+    FakeImageEngine,
+    FakeImageExecutor,
+    open_fake_image_engine,
+)
 from trioserve.testing.memory_server import open_memory_image_server
 
 GENERATIONS = "/v1/images/generations"

@@ -9,7 +9,7 @@ import signal
 import pytest
 import trio
 
-from trioserve.commands.profile import check_profile_directory, profiling
+from trioserve.commands.serve import check_profile_directory, profiling
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import open_fake_engine

@@ -26,7 +26,7 @@ from trioserve.contracts.kv_transfer import (
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.metrics.catalogue import CATALOGUE
+from trioserve.metrics.registry import CATALOGUE
 from trioserve.testing.memory_pages import MemoryPages
 
 HERE = Source("127.0.0.1", 7000, "far")

@@ -23,7 +23,7 @@ from trioserve.api.route_table import RouteTable
 from trioserve.commands.serving import check_front
 from trioserve.config import Config, config_from
 from trioserve.contracts.errors import EndpointLost
-from trioserve.metrics.catalogue import CATALOGUE
+from trioserve.metrics.registry import CATALOGUE
 from trioserve.options.option import options_of
 from trioserve.options.router import RouterOptions
 from trioserve.proxy import router_app

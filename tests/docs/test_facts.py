@@ -12,9 +12,8 @@ from types import ModuleType
 import pytest
 
 from trioserve.config import Config
-from trioserve.metrics.catalogue import CATALOGUE
 from trioserve.metrics.metric import Question
-from trioserve.metrics.registry import IMAGE_SERVER_PARTS, SERVER_PARTS, Metrics
+from trioserve.metrics.registry import CATALOGUE, IMAGE_SERVER_PARTS, SERVER_PARTS, Metrics
 from trioserve.options.option import options_of
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.metrics.catalogue import CATALOGUE
+from trioserve.metrics.registry import CATALOGUE
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.scripted_connector import ScriptedConnector
 

@@ -11,8 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.http.counters import show_counters
-from trioserve.metrics.catalogue import CATALOGUE
-from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
+from trioserve.metrics.registry import CATALOGUE, IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server

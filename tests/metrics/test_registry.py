@@ -8,9 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trioserve.metrics.catalogue import CATALOGUE
 from trioserve.metrics.plain_histogram import PlainHistogram
-from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
+from trioserve.metrics.registry import CATALOGUE, IMAGE_SERVER_PARTS, Metrics
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

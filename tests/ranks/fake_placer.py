@@ -23,8 +23,7 @@ from typing import Any
 
 import trio
 
-from trioserve.ranks.headless import keep_ranks
-from trioserve.ranks.host import free_port
+from trioserve.ranks.host import free_port, keep_ranks
 
 
 def report(**fields: Any) -> None:

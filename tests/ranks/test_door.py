@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from trioserve.contracts.errors import StartupError
 from trioserve.ranks import door
 from trioserve.ranks.door import HANDSHAKE_SECONDS_MAX, HANDSHAKES_MAX, connect_rank, wait_for_ranks
-from trioserve.ranks.frames import framed
 from trioserve.ranks.host import free_port
+from trioserve.ranks.messages import framed
 
 KEY = "a key that nobody guesses"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.ranks.frames import FrameReader, framed
+from trioserve.ranks.messages import FrameReader, framed
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3, 1000])

@@ -23,7 +23,6 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.model.settings import ModelSettings
-from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.group import RankGroup, open_ranks
 from trioserve.ranks.link import RankLink, SocketConnection
 from trioserve.ranks.messages import (
@@ -33,6 +32,7 @@ from trioserve.ranks.messages import (
     Answer,
     Claim,
     Fault,
+    FrameReader,
     Loaded,
     Masks,
     Ping,
@@ -45,6 +45,7 @@ from trioserve.ranks.messages import (
     WarmUp,
     decode_order,
     encode,
+    framed,
 )
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 

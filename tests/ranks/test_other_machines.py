@@ -16,7 +16,7 @@ import trio
 
 import trioserve
 from trioserve import SamplingParams
-from trioserve.ranks.headless import keep_ranks
+from trioserve.ranks.host import keep_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.model.kv_storage import KVMemory
-from trioserve.ranks.rank_pages import HeadRange, RankPages, StagePages, head_ranges
+from trioserve.ranks.ranked_runner import HeadRange, RankPages, StagePages, head_ranges
 
 LAYOUT = KVLayout(model="m", layer_count=2, block_size=4, kv_head_count=1, head_dim=8, dtype="float32")
 BLOCKS = 3

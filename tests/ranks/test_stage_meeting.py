@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from trioserve.contracts.errors import StartupError
-from trioserve.ranks import stage_meeting
-from trioserve.ranks.stage_meeting import KEY_BYTES, StageListener, connect_stage
+from trioserve.ranks import stage_sockets
+from trioserve.ranks.stage_sockets import KEY_BYTES, StageListener, connect_stage
 
 
 @pytest.mark.parametrize("stranger", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(KEY_BYTES)], ids=["", "http", "key"])
@@ -34,7 +34,7 @@ def test_unknown_client_without_the_key_does_not_replace_the_neighbouring_stage(
                 socket.create_connection(("127.0.0.1", port))
 
 
-@pytest.mark.parametrize("count", [3, 3 * stage_meeting.STRANGERS_MAX])
+@pytest.mark.parametrize("count", [3, 3 * stage_sockets.STRANGERS_MAX])
 def test_silent_unknown_clients_do_not_block_the_previous_stage(count: int) -> None:
     listener, key = StageListener(), secrets.token_bytes(KEY_BYTES)
     port = listener.port
@@ -55,7 +55,7 @@ def test_silent_unknown_clients_do_not_block_the_previous_stage(count: int) -> N
 
 
 def test_stage_raises_an_error_if_the_previous_stage_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_meeting, "MEETING_SECONDS_MAX", 0.01)
+    monkeypatch.setattr(stage_sockets, "MEETING_SECONDS_MAX", 0.01)
     with pytest.raises(StartupError, match=r"previous stage has not connected to port \d+ within 0\.01 s"):
         StageListener().wait(b"key")
 

@@ -316,7 +316,7 @@ LISTENERS = {
     "model/trainer_groups.py": "torch.distributed: in a separate network",
     "ranks/door.py": "ranks: ConnectionLimit",
     "ranks/host.py": "finds a free port, but accepts no connections",
-    "ranks/stage_meeting.py": "stages: STRANGERS_MAX",
+    "ranks/stage_sockets.py": "stages: STRANGERS_MAX",
 }
 LISTENS = re.compile(
     r"\b(?:open_listeners|open_shared_listeners|open_unix_listener|inherited_listener|open_tcp_listeners|serve_tcp|"

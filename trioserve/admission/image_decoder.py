@@ -19,8 +19,7 @@ from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.process_pool import JobTooLong, ProcessLost, ProcessPool
 from trioserve.vision.decoding_process import DecodeJob, DecodeReply, memory_bytes_max
 from trioserve.vision.image_header import read_header
-from trioserve.vision.tile_plan import plan_tiles
-from trioserve.vision.tiles import tiles_from
+from trioserve.vision.tiles import plan_tiles, tiles_from
 
 __all__ = ["ImageDecoder"]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from trioserve.admission.dispatch import Dispatch
-from trioserve.metrics.catalogue import CATALOGUE
-from trioserve.metrics.registry import Metrics
+from trioserve.metrics.registry import CATALOGUE, Metrics
 
 __all__ = ["show_router"]
 

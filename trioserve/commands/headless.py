@@ -11,7 +11,7 @@ import trio
 from trioserve.commands.serving import run_until_signal
 from trioserve.config import Config
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
-from trioserve.ranks.headless import keep_ranks
+from trioserve.ranks.host import keep_ranks
 from trioserve.trio_tools.worker_thread import call_abandonable
 
 __all__ = ["run_headless"]

@@ -1,4 +1,4 @@
-"""`route --router-processes N`: the parent process of N processes that work together as one router.
+"""`route --router-processes N`: N processes that work together as one router, and their parent process.
 
 The parent starts the processes, forwards signals, and ends after the last process has ended. It serves no requests.
 
@@ -11,16 +11,21 @@ cause. Instead, the other processes drain, and the parent fails. Its supervisor 
 whole router.
 
 Each process ends as soon as its connection to the parent closes, because then the parent has ended, for any reason.
+
+The parent runs each process as `python -m trioserve.commands.router_processes FD`, where FD is a socket that is
+connected to the parent. The process reads its start message, and reports when it accepts requests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
@@ -29,19 +34,20 @@ import trio
 from trioserve.commands.child_processes import Ended, Order, Serving, Signalled, relay_signals, start_child
 from trioserve.commands.log_lines import announce
 from trioserve.commands.program_end import EXIT_FAILED, EXIT_INTERRUPTED, StopSignals
-from trioserve.commands.route import InheritedPlace, checked_routing
-from trioserve.commands.serving import announce_serving, frontend_limits, server_tls, server_urls
-from trioserve.contracts.errors import StartupError
+from trioserve.commands.route import InheritedPlace, checked_routing, serve_router
+from trioserve.commands.serving import announce_serving, frontend_limits, run_until_signal, server_tls, server_urls
+from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.http.listener import open_listeners, open_shared_listeners
 from trioserve.options.router import RouterOptions
 from trioserve.proxy.peers.processes import ProcessPlace
 
 __all__ = [
-    "SERVING",
     "ProcessEvent",
     "ProcessStart",
     "ProcessStates",
+    "SERVING",
     "check_processes",
+    "main",
     "run_router_processes",
 ]
 
@@ -293,7 +299,7 @@ async def _serve(
         with theirs:
             process = await start_child(
                 nursery,
-                ["-m", "trioserve.commands.router_process", str(theirs.fileno())],
+                ["-m", "trioserve.commands.router_processes", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(), *inherited.listeners, inherited.door),
             )
         task_status.started(process)
@@ -304,3 +310,60 @@ async def _serve(
         code = await process.wait()
         nursery.cancel_scope.cancel()
     await sender.send(Ended(number, code))
+
+
+RECEIVE_BYTES = 65536
+
+
+def main(file_descriptor: int) -> int:
+    """Route until SIGTERM, then drain. End at once when the parent ends.
+
+    Args:
+        file_descriptor: socket that is connected to the parent.
+
+    Returns:
+        Exit code of the process.
+    """
+    parent = socket.socket(fileno=file_descriptor)
+    parent.set_inheritable(False)
+    message = _line(parent)
+    if message is None:
+        return EXIT_FAILED  # The parent has already ended.
+    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    start = msgspec.json.decode(message, type=ProcessStart)
+
+    async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
+        await serve_router(start.config, orders, on_serving=announce, inherited=start.inherited)
+
+    try:
+        return run_until_signal(start.config, serve, what="a router", on_serving=lambda: parent.sendall(SERVING))
+    except TrioserveError as error:
+        print(f"trioserve: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _line(connection: socket.socket) -> bytes | None:
+    held = b""
+    while not held.endswith(b"\n"):
+        received = connection.recv(RECEIVE_BYTES)
+        if not received:
+            return None
+        held += received
+    return held
+
+
+def _end_with(parent: socket.socket) -> None:
+    """End this process when the parent ends. The kernel closes the connection even if the parent is killed.
+
+    The function runs in a thread, so that it works even if the event loop hangs.
+    """
+    try:
+        while parent.recv(RECEIVE_BYTES):
+            pass
+    except OSError:
+        pass  # The kernel resets the connection if the parent ended before it had read all bytes.
+    os._exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import trio
@@ -16,7 +22,6 @@ from trioserve.assemble_model import LoadReport, default_served_name
 from trioserve.commands.engine_app import engine_app
 from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines
-from trioserve.commands.profile import check_profile_directory, profiling
 from trioserve.commands.route import Routing
 from trioserve.commands.serving import (
     around_app,
@@ -31,7 +36,9 @@ from trioserve.commands.terminal import LoadingBar
 from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, make_config
 from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.errors import StartupError
 from trioserve.engine.engine import Engine
+from trioserve.engine.lifecycle.step_times import StepTime, StepTimes, step_trace
 from trioserve.http.server import FrontendServer
 from trioserve.model.diffusion.directory import is_image_model
 from trioserve.proxy.fleet import EndpointSpec
@@ -41,7 +48,9 @@ from trioserve.store.store import open_store
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service, Worker
 
-__all__ = ["run_server", "serve", "serve_configured"]
+__all__ = ["check_profile_directory", "profiling", "run_server", "serve", "serve_configured"]
+
+logger = logging.getLogger(__name__)
 
 
 def run_server(config: Config) -> int:
@@ -225,3 +234,63 @@ class _WorkerWithBackgroundWork:
 
 def _names(config: Config) -> list[str]:
     return list(config.served_model_name) or [default_served_name(config.model)]
+
+
+def check_profile_directory(directory: str | None) -> Path | None:
+    """Check that files can be written into the profile directory.
+
+    Args:
+        directory: value of --profile. None writes no files.
+
+    Returns:
+        The directory, or None.
+
+    Raises:
+        StartupError: the directory does not exist, or is not writable.
+    """
+    if directory is None:
+        return None
+    path = Path(directory)
+    if not (path.is_dir() and os.access(path, os.W_OK)):
+        raise StartupError(f'--profile is "{directory}", which is not a writable directory')
+    return path
+
+
+@asynccontextmanager
+async def profiling(directory: Path | None, steps: StepTimes) -> AsyncIterator[None]:
+    """Write a step file at each SIGUSR2 inside of the scope. Works only in the main thread.
+
+    Args:
+        directory: directory for the files. None ignores the signal.
+        steps: times of the latest steps.
+    """
+    if directory is None:
+        yield
+        return
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(_write_at_signals, directory, steps)
+            yield
+            nursery.cancel_scope.cancel()
+
+
+async def _write_at_signals(
+    directory: Path, steps: StepTimes, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    with trio.open_signal_receiver(signal.SIGUSR2) as signals:
+        task_status.started()
+        async for _ in signals:
+            path = directory / f"steps-{os.getpid()}-{time.time_ns() // 1_000_000}.json"
+            try:
+                await trio.to_thread.run_sync(partial(_write_steps, path, steps.latest()))
+            except OSError as error:
+                logger.warning("the steps were not written file=%s: %s", path, error.strerror)
+            else:
+                logger.info("steps written file=%s", path)
+
+
+def _write_steps(path: Path, steps: Iterable[StepTime]) -> None:
+    """Write the file with a temporary name, then rename it, so that readers never see an incomplete file."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(step_trace(steps))
+    unfinished.replace(path)

@@ -420,7 +420,7 @@ class RunningConnector(KVConnector, Protocol):
     def counts(self) -> Mapping[str, float]:
         """Return totals since the start, such as blocks and bytes sent and received.
 
-        The keys are the metric names in metrics/catalogue.py without "kv_transfer_".
+        The keys are the metric names in metrics/registry.py without "kv_transfer_".
         """
         ...
 

@@ -1,21 +1,51 @@
-"""Creates the catalogue's metrics as prometheus_client instruments, and writes the page that scrapers read.
+"""Collects the catalogue of all metrics from the classes that declare them, creates the metrics as prometheus_client
+instruments, and writes the page that scrapers read.
 
-This module determines the names and labels under which metrics are shown. Other packages count the values.
+This module determines the names and labels under which metrics are shown. Other packages count the values. If a metric
+has the same meaning as a vLLM metric, its name is trioserve's prefix with vLLM's name, and the metric is also shown
+with vLLM's prefix. So dashboards and autoscalers for vLLM's V1 engine work without changes. Only the bucket bounds
+differ from vLLM's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import typing
+from collections.abc import Callable, Collection, Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
-from trioserve.metrics.catalogue import CATALOGUE, DeclaredMetrics
+from trioserve.metrics.cache_metrics import CacheMetrics
+from trioserve.metrics.engine_metrics import EngineMetrics
+from trioserve.metrics.image_metrics import ImageMetrics
 from trioserve.metrics.metric import ENGINE_LABEL, MODEL_LABEL, Metric, Part
 from trioserve.metrics.plain_histogram import PlainHistogram
+from trioserve.metrics.router_metrics import RouterMetrics
+from trioserve.metrics.server_metrics import ServerMetrics
 from trioserve.metrics.text_format import TextFormat
 
-__all__ = ["Metrics", "IMAGE_SERVER_PARTS", "SERVER_PARTS"]
+__all__ = ["CATALOGUE", "DeclaredMetrics", "IMAGE_SERVER_PARTS", "Metrics", "SERVER_PARTS"]
+
+KINDS: dict[type, typing.Literal["gauge", "counter", "histogram"]] = {
+    Gauge: "gauge",
+    Counter: "counter",
+    PlainHistogram: "histogram",
+}
+
+
+class DeclaredMetrics(EngineMetrics, CacheMetrics, ServerMetrics, RouterMetrics, ImageMetrics):
+    """All metrics as typed attributes."""
+
+
+def _declared() -> Iterator[Metric]:
+    for kind in DeclaredMetrics.__bases__:
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            yield msgspec.structs.replace(hint.__metadata__[0], name=name, kind=KINDS[hint.__origin__])
+
+
+CATALOGUE = tuple(_declared())
+
 
 SERVER_PARTS: tuple[Part, ...] = ("engine", "frontend", "router")
 IMAGE_SERVER_PARTS: tuple[Part, ...] = (*SERVER_PARTS, "images")

@@ -21,8 +21,8 @@ import trio
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.version import VERSION
-from trioserve.ranks.frames import framed
-from trioserve.ranks.stage_meeting import RANK_VANISHED_SECONDS, make_blocking
+from trioserve.ranks.messages import framed
+from trioserve.ranks.stage_sockets import RANK_VANISHED_SECONDS, make_blocking
 from trioserve.trio_tools.connection_limit import ConnectionLimit, Place, remote_address
 from trioserve.trio_tools.tcp_stream import connect_tcp
 

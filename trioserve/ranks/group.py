@@ -49,7 +49,7 @@ from trioserve.ranks.messages import (
     encode,
 )
 from trioserve.ranks.plan_wire import plan_to_wire
-from trioserve.ranks.stage_meeting import KEY_BYTES
+from trioserve.ranks.stage_sockets import KEY_BYTES
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 from trioserve.trio_tools.worker_thread import call_abandonable

@@ -1,18 +1,27 @@
-"""Start the ranks of this machine as child processes, with their connections, shared memory and CPUs."""
+"""Start the ranks of this machine as child processes, with their connections, shared memory and CPUs.
+
+The server of the ranks is this process (`HostRanks`) or a process on another machine (`keep_ranks`).
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import trio
+
+from trioserve.ranks.door import connect_rank
 from trioserve.ranks.link import RankLink, RankProcess, SocketConnection
 from trioserve.ranks.messages import RankPlace, Report
 
-__all__ = ["HostRanks", "cpu_shares", "free_port", "host_ranks"]
+__all__ = ["HostRanks", "cpu_shares", "free_port", "host_ranks", "keep_ranks"]
+
+logger = logging.getLogger(__name__)
 
 
 class HostRanks:
@@ -183,3 +192,53 @@ def _siblings(cpu: int, root: Path) -> str:
         return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
     except OSError:
         return str(cpu)
+
+
+RETRY_SECONDS = 1.0
+
+
+async def keep_ranks(
+    ranks: Sequence[int], *, path: Path, host: str, port: int, key: str, at_once: int | None = None
+) -> None:
+    """Run ranks whose server is on another machine, until cancelled. All their processes have ended on return.
+
+    For each rank, this process connects to the server, starts the rank's process on that connection, and connects again
+    when the process has ended. It serves and decides nothing. A server that needs new ranks listens again.
+
+    Args:
+        ranks: numbers of this machine's ranks.
+        path: the model's directory on this machine.
+        host: address of the server, `--master-addr`.
+        port: port of the server, `--master-port`.
+        key: the shared key, `--ranks-key`.
+        at_once: number of ranks that compute at the same time and share the CPUs. None means all ranks.
+
+    Raises:
+        StartupError: the server refuses a rank, or does not know the key.
+    """
+    shares = cpu_shares(at_once or len(ranks))
+    async with trio.open_nursery() as nursery:
+        for local_rank, rank in enumerate(ranks):
+            place = RankPlace(local_rank=local_rank, path=str(path), cpus=shares[local_rank % len(shares)])
+            nursery.start_soon(_keep_rank, rank, place, host, port, key)
+
+
+async def _keep_rank(rank: int, place: RankPlace, host: str, port: int, key: str) -> None:
+    is_logged = False
+    while True:
+        try:
+            connection = await connect_rank(host, port, rank, key)
+        except OSError as error:
+            if not is_logged:
+                logger.info("the rank waits for its server rank=%d server=%s:%d error=%s", rank, host, port, error)
+            is_logged = True
+            await trio.sleep(RETRY_SECONDS)
+            continue
+        is_logged = False
+        process = RankProcess(connection, place)
+        try:
+            logger.info("the rank runs rank=%d pid=%d", rank, process.pid)
+            await process.exited()
+            logger.info("the rank has ended rank=%d how=%s", rank, process.how_ended())
+        finally:
+            process.close()

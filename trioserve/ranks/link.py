@@ -15,8 +15,7 @@ from typing import Protocol
 import msgspec
 import trio
 
-from trioserve.ranks.frames import FrameReader, framed
-from trioserve.ranks.messages import RankPlace, Report, decode_report
+from trioserve.ranks.messages import FrameReader, RankPlace, Report, decode_report, framed
 from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["KILLED", "Connection", "Process", "RankLink", "RankProcess", "SocketConnection"]

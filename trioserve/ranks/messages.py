@@ -1,11 +1,14 @@
-"""The messages between a server and its ranks.
+"""The messages between a server and its ranks, and their framing on a byte stream.
 
-The server sends every order to all ranks. Each rank answers its orders one after the other.
+The server sends every order to all ranks. Each rank answers its orders one after the other. A frame is a length of four
+bytes, little-endian, then the message.
 """
 
 from __future__ import annotations
 
 import logging
+import struct
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -27,7 +30,9 @@ __all__ = [
     "Claim",
     "ConfirmWeights",
     "DraftSetup",
+    "FRAME_BYTES_MAX",
     "Fault",
+    "FrameReader",
     "Loaded",
     "Log",
     "Masks",
@@ -48,8 +53,8 @@ __all__ = [
     "decode_order",
     "decode_report",
     "encode",
+    "framed",
 ]
-
 
 # --- messages from the server to a rank ---
 
@@ -433,3 +438,54 @@ def decode_report(message: bytes) -> Report:
         msgspec.ValidationError: the bytes are not a report.
     """
     return _report_decoder.decode(message)
+
+
+# --- framing ---
+
+FRAME_BYTES_MAX = 2**31 - 1  # The largest message contains an adapter, and has some hundred megabytes.
+LENGTH = struct.Struct("<I")
+
+
+def framed(message: bytes) -> bytes:
+    """Return a message with its length before it.
+
+    Args:
+        message: at most FRAME_BYTES_MAX bytes.
+
+    Raises:
+        ValueError: the message is too long.
+    """
+    if len(message) > FRAME_BYTES_MAX:
+        raise ValueError(f"a message has {len(message)} bytes, {FRAME_BYTES_MAX} are allowed")
+    return LENGTH.pack(len(message)) + message
+
+
+class FrameReader:
+    """Splits a byte stream into messages, and keeps an incomplete last message until its other bytes arrive."""
+
+    def __init__(self) -> None:
+        self._unread = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[bytes]:
+        """Yield the messages that are complete now.
+
+        Args:
+            received: the next bytes of the stream.
+
+        Raises:
+            ValueError: a length is above FRAME_BYTES_MAX. The peer does not use this protocol.
+        """
+        unread = self._unread
+        unread += received
+        first = 0
+        while len(unread) - first >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(unread, first)
+            if length > FRAME_BYTES_MAX:
+                raise ValueError(f"a message announces {length} bytes, {FRAME_BYTES_MAX} are allowed")
+            end = first + LENGTH.size + length
+            if len(unread) < end:
+                break
+            message = bytes(memoryview(unread)[first + LENGTH.size : end])
+            first = end
+            yield message
+        del unread[:first]

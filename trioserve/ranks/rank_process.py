@@ -45,7 +45,6 @@ from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapte
 from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
 from trioserve.model.parallel.stages import StageCheckpoint, stage_adapter
 from trioserve.model.weight_replacement import DividedModel
-from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.messages import (
     Abandon,
     AddAdapter,
@@ -55,6 +54,7 @@ from trioserve.ranks.messages import (
     Claim,
     ConfirmWeights,
     Fault,
+    FrameReader,
     Loaded,
     Log,
     Masks,
@@ -73,11 +73,11 @@ from trioserve.ranks.messages import (
     WriteWeights,
     decode_order,
     encode,
+    framed,
 )
 from trioserve.ranks.offered_weights import OfferedWeights
 from trioserve.ranks.plan_wire import plan_from_wire
-from trioserve.ranks.stage_meeting import StageListener, connect_stage
-from trioserve.ranks.stage_sockets import StageSockets
+from trioserve.ranks.stage_sockets import StageListener, StageSockets, connect_stage
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 if TYPE_CHECKING:

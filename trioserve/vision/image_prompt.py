@@ -16,7 +16,7 @@ from trioserve.contracts.images import ImageLimits, ImageProcessing
 from trioserve.vision.chat_images import ImageSource, content_of
 from trioserve.vision.image_file import why_no_images
 from trioserve.vision.image_header import read_header
-from trioserve.vision.tile_plan import TilePlan, plan_tiles
+from trioserve.vision.tiles import TilePlan, plan_tiles
 
 __all__ = ["IMAGE_SIGN", "ImageReader", "PromptImage", "ReadImage"]
 

@@ -15,8 +15,7 @@ from trioserve.api.images.image_context import EditSlots
 from trioserve.contracts.image_generation import ImageRequestLimits, ImageTask, RGBImage
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.iterative import IterativeRequest
-from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL
-from trioserve.testing.fake_iterative_executor import FakeImageExecutor
+from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageExecutor
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import MemoryImageServer, open_memory_image_server
 

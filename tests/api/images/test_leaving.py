@@ -14,8 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.api.images.image_context import EditSlots, UnsentImages
 from trioserve.contracts.image_generation import ImageRequestLimits, RGBImage
 from trioserve.contracts.iterative import IterativeRequest
-from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL
-from trioserve.testing.fake_iterative_executor import FakeImageExecutor
+from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageExecutor
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_server import MemoryImageServer, open_memory_image_server
 

@@ -10,7 +10,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.iterative import IterativeEvent, IterativePlan, IterativeRequest, OutputReady, StepDone
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
-from trioserve.testing.fake_iterative_executor import FakeIterativeExecutor, latent_after
+from trioserve.testing.fake_image_engine import FakeIterativeExecutor, latent_after
 from trioserve.testing.invariants import check_iterative_core, check_iterative_idle
 
 LETTERS = {IterativePhase.ENCODE: "e", IterativePhase.DENOISE: "", IterativePhase.DECODE: "d"}

@@ -19,8 +19,7 @@ from trioserve.contracts.errors import (
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.image_generation import ImageParams
 from trioserve.contracts.output import REQUEST_POISONED
-from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
-from trioserve.testing.fake_iterative_executor import FakeImageExecutor
+from trioserve.testing.fake_image_engine import FakeImageEngine, FakeImageExecutor, open_fake_image_engine
 from trioserve.testing.stepped_by_hand import InjectedFault
 
 ASKED = ImageParams(steps=4)

@@ -47,7 +47,7 @@ from trioserve.simulation.images.core_history import (
     Update,
 )
 from trioserve.simulation.script import EventSimulation, Trace
-from trioserve.testing.fake_iterative_executor import FakeIterativeExecutor, latent_after
+from trioserve.testing.fake_image_engine import FakeIterativeExecutor, latent_after
 from trioserve.testing.invariants import check_iterative_core, check_iterative_idle
 
 __all__ = ["ExpectedIteration", "IterativeGenerator", "IterativeSimulation", "StepRules"]

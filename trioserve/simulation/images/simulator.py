@@ -31,8 +31,13 @@ from trioserve.simulation.images.plan import Client, Fail, ImagesPlan
 from trioserve.simulation.stack.pause_plan import Halt, Order
 from trioserve.simulation.stack.pauses import Pauses
 from trioserve.simulation.traced_run import ClientsInside, IdleWatch, TracedRun, waits_for_a_step, without_log_lines
-from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageEngine, open_fake_image_engine
-from trioserve.testing.fake_iterative_executor import FakeImageExecutor, image_after
+from trioserve.testing.fake_image_engine import (
+    FAKE_IMAGE_MODEL,
+    FakeImageEngine,
+    FakeImageExecutor,
+    image_after,
+    open_fake_image_engine,
+)
 from trioserve.testing.invariants import check_iterative_core
 from trioserve.testing.task_order import seeded_schedule
 

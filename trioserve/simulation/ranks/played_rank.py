@@ -23,7 +23,6 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import CHOOSING_FIELDS
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
-from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.link import KILLED
 from trioserve.ranks.messages import (
     Abandon,
@@ -34,6 +33,7 @@ from trioserve.ranks.messages import (
     Claim,
     ConfirmWeights,
     Fault,
+    FrameReader,
     Loaded,
     Masks,
     Order,
@@ -49,6 +49,7 @@ from trioserve.ranks.messages import (
     WriteWeights,
     decode_order,
     encode,
+    framed,
 )
 from trioserve.ranks.plan_wire import plan_from_wire
 from trioserve.simulation.ranks.plan import BLOCK_SIZE, Harm, Moment, RanksStage
