@@ -58,7 +58,7 @@ from trioserve.model.number_formats import (
 )
 from trioserve.model.packed_weights import HEAD, PackedWeights, Quantization, has_pairs_together, pairs_together
 from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.parallel.native_callbacks import NativeCallbacks
+from trioserve.model.parallel.native_collectives import NativeCallbacks
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.step_model import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
 from trioserve.model.step_rows import StepRows, given_rows, needed_rows, normed, pooled_vector

@@ -41,8 +41,8 @@ from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import values_of
 from trioserve.model.parallel.collectives import Collectives
+from trioserve.model.parallel.native_collectives import SharedMemoryCollectives
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter
-from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
 from trioserve.model.parallel.stages import StageCheckpoint, stage_adapter
 from trioserve.model.weight_replacement import DividedModel
 from trioserve.ranks.messages import (

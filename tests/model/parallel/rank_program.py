@@ -20,8 +20,8 @@ from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.parallel.collectives import Collectives
+from trioserve.model.parallel.native_collectives import SharedMemoryCollectives
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
-from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve_kernels.native import load_library

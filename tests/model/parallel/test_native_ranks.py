@@ -20,7 +20,7 @@ import pytest
 
 from trioserve.contracts.step import IsAbandoned, StepPlan
 from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.parallel.shared_memory import Arrivals, SharedMemoryCollectives, make_shared_memory
+from trioserve.model.parallel.native_collectives import Arrivals, SharedMemoryCollectives, make_shared_memory
 from trioserve.model.runner import ModelRunner
 from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels.native import NoNativeKernels, load_library

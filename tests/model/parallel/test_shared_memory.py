@@ -13,8 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from trioserve.model.parallel.native_callbacks import NativeCallbacks
-from trioserve.model.parallel.shared_memory import Arrivals, SharedMemoryCollectives, make_shared_memory
+from trioserve.model.parallel.native_collectives import (
+    Arrivals,
+    NativeCallbacks,
+    SharedMemoryCollectives,
+    make_shared_memory,
+)
 from trioserve_kernels.native import Library, NoNativeKernels, load_library
 from trioserve_kernels.structs import CollectivesStruct
 
