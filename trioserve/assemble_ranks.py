@@ -162,7 +162,8 @@ class RankedModel:
                     nursery.start_soon(self._files.prepare_texts, checkpoint, weights_come)
                     await group.load()
                     weights_come.set()
-                from trioserve.model.runner import FIXED_BY_IMAGES, load_vision
+                from trioserve.model.loaded_models import load_vision
+                from trioserve.model.runner import FIXED_BY_IMAGES
 
                 loaded = group.loaded
                 vision = await compute.run(

@@ -18,7 +18,7 @@ from unittest import mock
 import trioserve
 from trioserve.assemble_images import open_image_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
-from trioserve.model import runner, torch_step_model
+from trioserve.model import loaded_models, torch_step_model
 from trioserve.model.drafts.checkpoints import check_draft
 from trioserve.model.encoder_runner import EncoderRunner
 from trioserve.model.loading.hf_config import model_config_from
@@ -125,7 +125,7 @@ def _build(config: ModelConfig, options: dict[str, Any]) -> None:
     described: Any = types.SimpleNamespace(config=config, tensors=lambda: iter(()))
     dtype = "bfloat16"
     with _without_hardware():
-        runner._make_model(
+        loaded_models._make_model(
             described, settings, dtype, "cuda" if settings.device == "cuda" else "cpu", lambda what, seconds: None, None
         )
 
@@ -140,8 +140,8 @@ def _without_hardware() -> Iterator[None]:
         return real(config, settings, device="cpu", kernels=kernels, **more)
 
     with (
-        mock.patch.object(runner, "load_library"),
-        mock.patch.object(runner, "NativeModel"),
+        mock.patch.object(loaded_models, "load_library"),
+        mock.patch.object(loaded_models, "NativeModel"),
         mock.patch.object(torch_step_model, "TorchStepModel", build_on_cpu),
         mock.patch.object(torch_step_model, "_check_places"),
         mock.patch.object(torch_step_model, "why_not_triton", return_value=None),

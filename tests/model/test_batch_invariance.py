@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trioserve.contracts.errors import StartupError
+from trioserve.model import loaded_models, torch_step_model
 from trioserve.model import runner as runner_module
-from trioserve.model import torch_step_model
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve_kernels import reference_invariant
@@ -116,7 +116,7 @@ def load(
             path = tiny_checkpoint(kind) if quantization in own else tiny_gguf(kind, quantization)
             with pytest.MonkeyPatch.context() as patch:
                 if level is not None:
-                    patch.setattr(runner_module, "load_library", lambda **_: Library(build_library(level), level))
+                    patch.setattr(loaded_models, "load_library", lambda **_: Library(build_library(level), level))
                 made[key] = step_driver.load_runner(
                     path,
                     dtype=dtype,

@@ -1,4 +1,4 @@
-"""A step that was launched and may still run, and the tokens that the next step needs from it.
+"""A step that was launched and may still run, the tokens that the next step needs from it, and its result.
 
 The scheduler may plan a step before the previous step has ended. Such a plan does not contain the tokens that the
 previous step samples. The executor adds these tokens in the compute thread, right before it computes the planned step.
@@ -7,13 +7,18 @@ The event loop is not involved, because it may not yet have seen the previous st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import overload
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import cast, overload
 
+from trioserve.contracts.adapter import AdapterId
+from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
+from trioserve.model.step_model import NOT_FINITE, ComputedStep, prompt_followers
 
-__all__ = ["BegunStep", "fill_awaited_tokens"]
+__all__ = ["BegunStep", "ComputableStep", "fill_awaited_tokens"]
 
 
 class BegunStep:
@@ -140,3 +145,99 @@ class _TokensAndOne(Sequence[int]):
         # Indexing a range also supports negative indexes, and raises IndexError for an index out of bounds.
         place = range(self._count + 1)[index]
         return self._last if place == self._count else self._tokens[place]
+
+
+class ComputableStep:
+    """Chunks of a plan that can be computed, and the conversion of their results into a StepResult.
+
+    Args:
+        chunks: chunks with their indexes in the plan. An invalid chunk is omitted, and its request gets an error.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        chunks: Iterable[tuple[int, ScheduledChunk]],
+        vocab_size: int,
+        has_adapter: Callable[[AdapterId], bool],
+    ) -> None:
+        self._plan = plan
+        self._errors: dict[RequestId, str] = {}
+        self._indexes: list[int] = []  # For each chunk in self.chunks, its index in the plan.
+        self.chunks: list[ScheduledChunk] = []
+        for index, chunk in chunks:
+            # A chunk that awaits a token needs no check. The model has sampled the token, and all other tokens were
+            # checked in an earlier step.
+            fault = None if plan.chunks[index].awaits_token else _fault(chunk, vocab_size)
+            if chunk.request.adapter is not None and not has_adapter(chunk.request.adapter.id):
+                fault = "the adapter of this request is no longer loaded here"
+            if fault is None:
+                self.chunks.append(chunk)
+                self._indexes.append(index)
+            else:
+                self._errors[chunk.request.id] = fault
+
+    def result(self, computed: ComputedStep, missing: Collection[RequestId] = ()) -> StepResult:
+        """Return the results of the plan.
+
+        Args:
+            computed: results of self.chunks.
+            missing: requests whose chunks are ignored.
+        """
+        chunks = self.chunks
+        errors = {request_id: error for request_id, error in self._errors.items() if request_id not in missing}
+        token_ids: list[int | None] = [None] * len(self._plan.chunks)
+        logprobs: dict[RequestId, TokenLogprob] = {}
+        prompt_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
+        draft_token_ids: dict[RequestId, tuple[int, ...]] = {}
+        draft_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
+        for place, entries in computed.prompt_logprobs.items():
+            request_id = chunks[place].request.id
+            if entries is None:
+                errors[request_id] = NOT_FINITE
+            else:
+                prompt_logprobs[request_id] = entries
+        pooled: dict[RequestId, PoolingResult] = {}
+        for place, vector in computed.pooled.items():
+            request_id = chunks[place].request.id
+            if vector is None:
+                errors[request_id] = NOT_FINITE
+            else:
+                pooled[request_id] = vector
+        next_row = 0
+        for place, chunk in enumerate(chunks):
+            if not chunk.samples:
+                continue
+            row, next_row = next_row, next_row + 1 + len(chunk.draft)
+            request_id, samples = chunk.request.id, computed.samples
+            assert samples is not None, "no samples for chunks that sample"
+            if request_id in errors or request_id in missing:
+                continue
+            token_ids[self._indexes[place]] = samples.token_ids[row]
+            if row in samples.errors:
+                errors[request_id] = samples.errors[row]
+            if row in samples.logprobs:
+                logprobs[request_id] = samples.logprobs[row]
+            if chunk.draft:
+                # A row after a draft token may have no sampled token because of an error. If the draft token is
+                # accepted, a later step reports the error.
+                after = tuple(takewhile(lambda token: token is not None, samples.token_ids[row + 1 : next_row]))
+                draft_token_ids[request_id] = cast(tuple[int, ...], after)
+                if row in samples.logprobs:
+                    rows = range(row + 1, row + 1 + len(after))
+                    draft_logprobs[request_id] = tuple(samples.logprobs[row] for row in rows)
+        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs, pooled)
+
+
+def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
+    """Return the reason why a chunk cannot be computed, as a sentence for the client. None if it can be computed."""
+    tokens = chunk.row_tokens
+    if chunk.request.sampling.prompt_logprobs is not None:
+        tokens = [*tokens, *prompt_followers(chunk)]
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < vocab_size:
+            return f"the prompt has token id {token}, but the model's vocabulary has ids 0 to {vocab_size - 1}"
+    for token in chunk.request.sampling.logit_bias or ():
+        if token >= vocab_size:
+            return f"logit_bias names token id {token}, but the model's vocabulary has ids 0 to {vocab_size - 1}"
+    return None

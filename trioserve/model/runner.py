@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.extras import install_command
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, KVPages
-from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.version import VERSION
 from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.begun_step import BegunStep, fill_awaited_tokens
+from trioserve.model.begun_step import BegunStep, ComputableStep, fill_awaited_tokens
 from trioserve.model.device import (
-    DeviceType,
     attended_token_flops,
     cache_size,
-    default_thread_count,
-    has_torch,
     kv_block_bytes,
-    pick_dtype,
-    pick_vision_dtype,
-    set_torch_threads,
     takes_every_cpu,
     token_flops,
     torch_now,
@@ -38,32 +27,28 @@ from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, Mtp
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.gpu import STEP_TOKENS_GPU, lost_gpu, with_device_defaults
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage, make_kv_pages
+from trioserve.model.loaded_models import load_draft, load_eagle_head, load_model, load_mtp_head, load_vision
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.native_model import NativeModel, why_not_native
-from trioserve.model.number_formats import Dtype, Float32Array, kv_format_of
-from trioserve.model.packed_weights import settle_quantization
+from trioserve.model.number_formats import Float32Array, kv_format_of
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.parallel.stages import Handover, NoNeighbours
 from trioserve.model.settings import ModelSettings
-from trioserve.model.step_model import NOT_FINITE, ComputedStep, StepModel, prompt_followers
+from trioserve.model.step_model import ComputedStep, StepModel
 from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, largest_step_plan, warm_up_plans
-from trioserve.model.weights import Slot, fill_slots
-from trioserve_kernels.native import NoNativeKernels, load_library
+from trioserve.model.weights import Slot
 
 if TYPE_CHECKING:
     from trioserve.model.vision_tower import VisionTower
 
-__all__ = ["FIXED_BY_IMAGES", "ModelRunner", "load_vision"]
+__all__ = ["FIXED_BY_IMAGES", "ModelRunner"]
 
 # The step that measures a GPU's memory has at most this many sequences if each of them needs memory for a state.
 PROFILE_STATES = 8
 # Its KV cache holds this many tokens, if a quarter of the free memory does. Longer contexts do not need larger buffers
 # for the parts of a context.
 PROFILE_CONTEXT_TOKENS = 4_096
-
-logger = logging.getLogger(__name__)
 
 FIXED_BY_IMAGES = "the model reads images, and encoded images would remain those of the old weights"
 
@@ -167,15 +152,17 @@ class ModelRunner:
         if draft is not None:
             check_draft(checkpoint.config, draft.checkpoint.config, draft.name)
             if not isinstance(draft.checkpoint, EagleCheckpoint | MtpCheckpoint):
-                draft_model = _loaded_draft(draft, draft.checkpoint, settings.block_size, progress, on_compile)
+                draft_model = load_draft(draft, draft.checkpoint, settings.block_size, progress, on_compile)
         try:
-            model = _loaded_model(checkpoint, settings, progress, on_compile, collectives)
+            model = load_model(checkpoint, settings, progress, on_compile, collectives)
             try:
                 if draft is not None and isinstance(draft.checkpoint, EagleCheckpoint):
                     whole = checkpoint.whole if isinstance(checkpoint, RankCheckpoint) else checkpoint
-                    draft_model = _loaded_head(draft, draft.checkpoint, whole, model, settings.block_size)
+                    draft_model = load_eagle_head(draft, draft.checkpoint, whole, model, settings.block_size)
                 if draft is not None and isinstance(draft.checkpoint, MtpCheckpoint):
-                    draft_model = _loaded_mtp(draft, draft.checkpoint, model, settings.block_size, progress, on_compile)
+                    draft_model = load_mtp_head(
+                        draft, draft.checkpoint, model, settings.block_size, progress, on_compile
+                    )
                 # The vision encoder is loaded before the size of the KV cache is computed, because it needs memory.
                 vision = None if model.config.part else load_vision(checkpoint, settings, model.dtype, model.device)
                 return cls(model, settings, draft_model, vision, handover)
@@ -528,7 +515,7 @@ class ModelRunner:
             # Requests that failed in the previous step are omitted.
             if not chunk.awaits_token or chunk.request.id in rows_before
         )
-        step = _Step(plan, known, self.config.vocab_size, model.has_adapter)
+        step = ComputableStep(plan, known, self.config.vocab_size, model.has_adapter)
         if not step.chunks:
             return None
         awaited = {
@@ -552,9 +539,9 @@ class ModelRunner:
         assert model is not None, "execute after close"
         if plan.is_ahead:
             assert before is not None, "a plan ahead of its first step"
-            step = _Step(plan, fill_awaited_tokens(plan, before), self.config.vocab_size, model.has_adapter)
+            step = ComputableStep(plan, fill_awaited_tokens(plan, before), self.config.vocab_size, model.has_adapter)
         else:
-            step = _Step(plan, enumerate(plan.chunks), self.config.vocab_size, model.has_adapter)
+            step = ComputableStep(plan, enumerate(plan.chunks), self.config.vocab_size, model.has_adapter)
         if not step.chunks:
             return step.result(ComputedStep(None))
         computed = self._computed(step.chunks, is_abandoned, plan)
@@ -588,304 +575,3 @@ class ModelRunner:
         if not self.config.has_head:
             handover.send(None if computed is None else computed.hidden)
         return computed
-
-
-def _loaded_model(
-    checkpoint: Checkpoint,
-    settings: ModelSettings,
-    progress: Callable[[int, int], None] | None,
-    on_compile: Callable[[str, float], None],
-    collectives: Collectives | None = None,
-) -> StepModel:
-    settings = with_device_defaults(settings)
-    device: DeviceType = "cuda" if settings.device == "cuda" else "cpu"
-    dtype = pick_dtype(checkpoint.config, settings, device)
-    model = _make_model(checkpoint, settings, dtype, device, on_compile, collectives)
-    try:
-        fill_slots(
-            model.slots(),
-            checkpoint.tensors(),
-            bytes_total=checkpoint.weight_bytes,
-            progress=progress,
-            thread_count=model.loading_threads,
-        )
-        if device == "cuda":  # Weights were converted in memory that torch keeps for later allocations.
-            torch_now().cuda.empty_cache()
-    except BaseException:
-        model.close()
-        raise
-    return model
-
-
-def _loaded_draft(
-    draft: DraftSource,
-    checkpoint: Checkpoint,
-    block_size: int,
-    progress: Callable[[int, int], None] | None,
-    on_compile: Callable[[str, float], None],
-) -> DraftModel:
-    model = _loaded_model(checkpoint, draft.settings, progress, on_compile)
-    block_bytes = kv_block_bytes(model.config, block_size, model.dtype, kv_format_of(draft.settings))
-    return DraftModel(model, block_size=block_size, block_bytes=block_bytes, token_count_max=draft.token_count)
-
-
-def _loaded_head(
-    draft: DraftSource, eagle: EagleCheckpoint, checkpoint: Checkpoint, model: StepModel, block_size: int
-) -> DraftModel:
-    """Load an EAGLE-3 head. The head gets a copy of the model's embedding, because the model may pack or quantize its
-    embedding.
-    """
-    torch = torch_now("an EAGLE-3 head")
-    from trioserve.model.drafts.heads import EagleHead
-    from trioserve.model.torch_formats import TORCH_DTYPES
-
-    set_torch_threads(draft.settings)
-    model.tapped_layers = eagle.tapped_of(model.config.layer_count)
-    stored = next(tensor for tensor in checkpoint.tensors() if tensor.name == "embed.weight")
-    embedding = torch.from_numpy(stored.read("float32")).to(model.device, TORCH_DTYPES[model.dtype])
-    head = EagleHead(
-        eagle,
-        model.config,
-        embedding,
-        dtype=model.dtype,
-        device=torch.device(model.device),
-        block_size=block_size,
-    )
-    return DraftModel(
-        head,
-        block_size=block_size,
-        block_bytes=head.block_bytes,
-        token_count_max=draft.token_count,
-        take_tapped=head.take_tapped,
-    )
-
-
-def _loaded_mtp(
-    draft: DraftSource,
-    mtp: MtpCheckpoint,
-    model: StepModel,
-    block_size: int,
-    progress: Callable[[int, int], None] | None,
-    on_compile: Callable[[str, float], None],
-) -> DraftModel:
-    torch_now("a layer that predicts further tokens")
-    from trioserve.model.drafts.heads import MtpHead
-
-    set_torch_threads(draft.settings)
-    layer = _loaded_model(mtp.layer, draft.settings, progress, on_compile)
-    try:
-        head = MtpHead(mtp, layer)
-    except BaseException:
-        layer.close()
-        raise
-    model.tapped_layers = (model.config.layer_count,)
-    return DraftModel(
-        head,
-        block_size=block_size,
-        block_bytes=kv_block_bytes(layer.config, block_size, layer.dtype, kv_format_of(draft.settings)),
-        token_count_max=draft.token_count,
-        take_tapped=head.take_tapped,
-    )
-
-
-class _Step:
-    """Chunks of a plan that can be computed, and the conversion of their results into a StepResult.
-
-    Args:
-        chunks: chunks with their indexes in the plan. An invalid chunk is omitted, and its request gets an error.
-    """
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        chunks: Iterable[tuple[int, ScheduledChunk]],
-        vocab_size: int,
-        has_adapter: Callable[[AdapterId], bool],
-    ) -> None:
-        self._plan = plan
-        self._errors: dict[RequestId, str] = {}
-        self._indexes: list[int] = []  # For each chunk in self.chunks, its index in the plan.
-        self.chunks: list[ScheduledChunk] = []
-        for index, chunk in chunks:
-            # A chunk that awaits a token needs no check. The model has sampled the token, and all other tokens were
-            # checked in an earlier step.
-            fault = None if plan.chunks[index].awaits_token else _fault(chunk, vocab_size)
-            if chunk.request.adapter is not None and not has_adapter(chunk.request.adapter.id):
-                fault = "the adapter of this request is no longer loaded here"
-            if fault is None:
-                self.chunks.append(chunk)
-                self._indexes.append(index)
-            else:
-                self._errors[chunk.request.id] = fault
-
-    def result(self, computed: ComputedStep, missing: Collection[RequestId] = ()) -> StepResult:
-        """Return the results of the plan.
-
-        Args:
-            computed: results of self.chunks.
-            missing: requests whose chunks are ignored.
-        """
-        chunks = self.chunks
-        errors = {request_id: error for request_id, error in self._errors.items() if request_id not in missing}
-        token_ids: list[int | None] = [None] * len(self._plan.chunks)
-        logprobs: dict[RequestId, TokenLogprob] = {}
-        prompt_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
-        draft_token_ids: dict[RequestId, tuple[int, ...]] = {}
-        draft_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
-        for place, entries in computed.prompt_logprobs.items():
-            request_id = chunks[place].request.id
-            if entries is None:
-                errors[request_id] = NOT_FINITE
-            else:
-                prompt_logprobs[request_id] = entries
-        pooled: dict[RequestId, PoolingResult] = {}
-        for place, vector in computed.pooled.items():
-            request_id = chunks[place].request.id
-            if vector is None:
-                errors[request_id] = NOT_FINITE
-            else:
-                pooled[request_id] = vector
-        next_row = 0
-        for place, chunk in enumerate(chunks):
-            if not chunk.samples:
-                continue
-            row, next_row = next_row, next_row + 1 + len(chunk.draft)
-            request_id, samples = chunk.request.id, computed.samples
-            assert samples is not None, "no samples for chunks that sample"
-            if request_id in errors or request_id in missing:
-                continue
-            token_ids[self._indexes[place]] = samples.token_ids[row]
-            if row in samples.errors:
-                errors[request_id] = samples.errors[row]
-            if row in samples.logprobs:
-                logprobs[request_id] = samples.logprobs[row]
-            if chunk.draft:
-                # A row after a draft token may have no sampled token because of an error. If the draft token is
-                # accepted, a later step reports the error.
-                after = tuple(takewhile(lambda token: token is not None, samples.token_ids[row + 1 : next_row]))
-                draft_token_ids[request_id] = cast(tuple[int, ...], after)
-                if row in samples.logprobs:
-                    rows = range(row + 1, row + 1 + len(after))
-                    draft_logprobs[request_id] = tuple(samples.logprobs[row] for row in rows)
-        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs, pooled)
-
-
-def load_vision(
-    checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, device: DeviceType
-) -> VisionTower | None:
-    """Load the vision encoder of a model.
-
-    Args:
-        checkpoint: model whose image encoder is loaded.
-        settings: threads of torch.
-        dtype: number format of the model.
-        device: device of the encoder.
-
-    Returns:
-        The encoder. None if the model has no image encoder, or torch is not installed.
-    """
-    part = checkpoint.vision
-    if part is None:
-        return None
-    if not has_torch():
-        logger.warning(
-            "images are not served: torch, which encodes them, is not installed: %s", install_command("torch")
-        )
-        return None
-    torch = torch_now()
-    from trioserve.model.vision_tower import VisionTower
-
-    set_torch_threads(settings)  # Native kernels have their own threads, and do not set torch's number of threads.
-    own_dtype = pick_vision_dtype(dtype, device)
-    tower = VisionTower(part.config, part.processing, dtype=own_dtype, device=torch.device(device))
-    fill_slots(
-        (slot.for_values() for slot in tower.slots()),
-        part.tensors(),
-        bytes_total=part.weight_bytes,
-        progress=None,
-    )
-    return tower
-
-
-def _make_model(
-    checkpoint: Checkpoint,
-    settings: ModelSettings,
-    dtype: Dtype,
-    device: DeviceType,
-    on_compile: Callable[[str, float], None],
-    collectives: Collectives | None,
-) -> StepModel:
-    """Create a model with native kernels if they are allowed and available, otherwise with torch.
-
-    Raises:
-        StartupError: native kernels are not available, and the settings or quantized weights require them.
-    """
-    config = checkpoint.config
-    if kv_format_of(settings) != "plain" and any(entry and entry.part_count == 1 for entry in config.kv_entries):
-        raise StartupError(
-            f"kv_cache_dtype is {settings.kv_cache_dtype}, but the model keeps latents, which cannot be stored in 8 "
-            "bits: use kv_cache_dtype auto"
-        )
-    for section in config.sections:
-        if section < config.context_tokens_max and section % settings.block_size:
-            raise StartupError(
-                f"block_size is {settings.block_size}, but this model's attention has sections of {section} tokens, "
-                "which must be whole numbers of blocks: use a block_size that divides them"
-            )
-    reason: str | None = f"the device is {device}"
-    block_types = {tensor.name: tensor.block_type for tensor in checkpoint.tensors() if tensor.block_type}
-    if device == "cpu" and settings.cpu_kernels != "torch":
-        reason = why_not_native(config, dtype)
-        if reason is None:
-            quantization = settle_quantization(settings.quantization, block_types, dtype=dtype)
-            try:
-                library = load_library(on_compile=on_compile)
-                return NativeModel(
-                    config,
-                    library,
-                    dtype=dtype,
-                    block_size=settings.block_size,
-                    thread_count=settings.threads or default_thread_count(),
-                    quantization=quantization,
-                    block_types=block_types,
-                    batch_invariant=settings.batch_invariant,
-                    kv_format=kv_format_of(settings),
-                    collectives=collectives,
-                )
-            except NoNativeKernels as error:
-                reason = str(error)
-        if settings.cpu_kernels == "native":
-            raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
-        if not settings.demands_quantized and has_torch():
-            logger.warning("torch computes, more slowly than the native kernels, which are unavailable: %s", reason)
-    keeps_on_gpu = device == "cuda" and settings.quantization == "file" and settings.gpu_kernels != "torch"
-    if settings.demands_quantized and not keeps_on_gpu:
-        raise StartupError(
-            f"quantization is {settings.quantization}, but only the native kernels compute with quantized weights, "
-            f"and they cannot be used: {reason}; use quantization none"
-        )
-    if not has_torch():
-        raise StartupError(
-            f"the native kernels cannot be used: {reason}. torch, which would compute instead, is not installed: "
-            + install_command("torch")
-        )
-    torch_now()
-    from trioserve.model.torch_step_model import TorchStepModel
-
-    return TorchStepModel(
-        config, settings, dtype=dtype, device=device, block_types=block_types, collectives=collectives
-    )
-
-
-def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
-    """Return the reason why a chunk cannot be computed, as a sentence for the client. None if it can be computed."""
-    tokens = chunk.row_tokens
-    if chunk.request.sampling.prompt_logprobs is not None:
-        tokens = [*tokens, *prompt_followers(chunk)]
-    for token in (min(tokens), max(tokens)):
-        if not 0 <= token < vocab_size:
-            return f"the prompt has token id {token}, but the model's vocabulary has ids 0 to {vocab_size - 1}"
-    for token in chunk.request.sampling.logit_bias or ():
-        if token >= vocab_size:
-            return f"logit_bias names token id {token}, but the model's vocabulary has ids 0 to {vocab_size - 1}"
-    return None
