@@ -31,17 +31,15 @@ from trioserve.model.layer_config import (
     KVAttention,
     KVEntry,
     LatentAttentionConfig,
-    MlpConfig,
-    RotaryConfig,
     Temperature,
 )
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_adapters import NativeAdapter
+from trioserve.model.native_layer import NativeLayer, intermediate_sizes
 from trioserve.model.native_recurrent import (
-    NativeLaurel,
-    NativeLayerStreams,
-    NativeRecurrent,
     NativeStreams,
+    empty_float32,
+    float32_slot,
     why_not_recurrent,
     why_not_streams,
 )
@@ -56,7 +54,7 @@ from trioserve.model.number_formats import (
     empty_values,
     values_of,
 )
-from trioserve.model.packed_weights import HEAD, PackedWeights, Quantization, has_pairs_together, pairs_together
+from trioserve.model.packed_weights import HEAD, PackedWeights, Quantization
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.native_collectives import NativeCallbacks
 from trioserve.model.rotary import rotary_frequencies
@@ -71,14 +69,7 @@ from trioserve_kernels.structs import (
     HEAD_DIM_MAX,
     KV_FORMATS,
     NORM_KINDS,
-    QK_NORMS,
-    SCORINGS,
-    ExpertsStruct,
-    LatentStruct,
-    LaurelStruct,
-    LayerStreamsStruct,
     LayerStruct,
-    MatrixStruct,
     ModelStruct,
     RowsKind,
     StepStruct,
@@ -107,7 +98,7 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
             sizes.extend(_attention_sizes(layer.attention))
         if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):
             return reason
-        sizes.extend(("intermediate_size", size) for size in _intermediate_sizes(layer.mlp))
+        sizes.extend(("intermediate_size", size) for size in intermediate_sizes(layer.mlp))
         if layer.has_output_norms and isinstance(layer.mlp, ExpertsConfig):
             return "experts are followed by a norm"
     if reason := why_not_streams(config):
@@ -134,14 +125,6 @@ def _attention_sizes(attention: AttentionConfig | LatentAttentionConfig) -> tupl
         ("qk_rope_head_dim", attention.turned_dim),
         ("v_head_dim", attention.value_dim),
     )
-
-
-def _intermediate_sizes(mlp: MlpConfig | ExpertsConfig | None) -> tuple[int, ...]:
-    if mlp is None:
-        return ()
-    if isinstance(mlp, MlpConfig) or not mlp.shared_size:
-        return (mlp.intermediate_size,)
-    return mlp.intermediate_size, mlp.shared_size
 
 
 class NativeModel:
@@ -204,12 +187,12 @@ class NativeModel:
         self.step_weight_bytes: int = self._weights.step_byte_count
         self._states: StateStorage[Values] | None = None
         self._state_addresses = (ctypes.c_void_p * config.layer_count)()
-        self._layers = [_Layer(index, config) for index in range(config.layer_count)]
+        self._layers = [NativeLayer(index, config) for index in range(config.layer_count)]
         self._streams: NativeStreams | None = None
         if config.streams is not None:
             table_scale = _rounded(config.streams.input_size**0.5, dtype)
             self._streams = NativeStreams(config, config.streams, self._weights, table_scale)
-        self._norm = _empty_float32(config.hidden_size)
+        self._norm = empty_float32(config.hidden_size)
         self._embedding: Values | None = None
         if config.has_embedding and not config.tie_word_embeddings:
             self._embedding = empty_array((config.vocab_count, config.hidden_size), dtype)
@@ -227,7 +210,7 @@ class NativeModel:
             layer_count=config.layer_count,
             hidden_size=config.hidden_size,
             intermediate_size=max(
-                (size for layer in config.layers for size in _intermediate_sizes(layer.mlp)), default=0
+                (size for layer in config.layers for size in intermediate_sizes(layer.mlp)), default=0
             ),
             head_count=0 if attention is None else attention.head_count,
             kv_head_count=entry.head_count,
@@ -280,7 +263,7 @@ class NativeModel:
         if self._streams is not None:
             yield from self._streams.slots()
         if self.config.has_head:
-            yield Slot("norm.weight", self._norm.shape, "float32", functools.partial(_copy, self._norm))
+            yield float32_slot("norm.weight", self._norm)
 
     @property
     def storage(self) -> KVStorage[Values] | None:
@@ -504,274 +487,6 @@ def _rounded(number: float, dtype: Dtype) -> float:
     return float(single[0])
 
 
-class _Layer:
-    """Biases and norms of one layer in float32, which represents the numbers of every dtype exactly."""
-
-    def __init__(self, index: int, config: ModelConfig) -> None:
-        layer = config.layers[index]
-        hidden, attention, mlp = config.hidden_size, layer.attention, layer.mlp
-        self._layer = layer
-        self._part = None if config.part is None else config.part.layers[index]
-        self._own_experts = config.experts_of(index) if isinstance(mlp, ExpertsConfig) else range(0)
-        self._recurrent = None if layer.recurrent is None else NativeRecurrent(layer.recurrent, hidden)
-        self.query_norm: Float32Array | None = None
-        self.key_norm: Float32Array | None = None
-        self.qkv_bias: Float32Array | None = None
-        self.output_bias: Float32Array | None = None
-        self.sinks: Float32Array | None = None
-        self.value_norm: Float32Array | None = None
-        self.attention_gate_bias: Float32Array | None = None
-        self._attention_gate: MatrixStruct | None = None
-        self._laurel = NativeLaurel(layer.laurel_rank, hidden) if layer.laurel_rank else None
-        self._streams = None if config.streams is None else NativeLayerStreams(config.streams, hidden)
-        # These structs must stay alive, because the layer's struct contains their addresses.
-        self._laurel_struct: LaurelStruct | None = None
-        self._streams_struct: LayerStreamsStruct | None = None
-        if isinstance(attention, AttentionConfig):
-            self._make_attention(attention, hidden)
-        elif isinstance(attention, LatentAttentionConfig):
-            # There are two latents: queries are projected from one, keys and values from the other. Both have a norm.
-            self.query_norm = None if attention.query_rank is None else _empty_float32(attention.query_rank)
-            self.key_norm = _empty_float32(attention.latent_dim)
-        self.attention_norm = _empty_float32(hidden) if layer.has_input_norms else None
-        has_mlp_norm = layer.has_input_norms and not layer.is_parallel and mlp is not None
-        self.mlp_norm = _empty_float32(hidden) if has_mlp_norm else None
-        self.attention_output_norm = _empty_float32(hidden) if layer.has_output_norms else None
-        self.mlp_output_norm = _empty_float32(hidden) if layer.has_output_norms else None
-        self._latent: LatentStruct | None = None
-        has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
-        self.gate_up_bias = _empty_float32(2 * _intermediate_sizes(mlp)[0]) if has_bias else None
-        self.down_bias = _empty_float32(hidden) if has_bias else None
-        has_gate = isinstance(mlp, ExpertsConfig) and mlp.has_shared_gate
-        self.shared_gate = _empty_float32(hidden) if has_gate else None
-        self.score_bias: Float32Array | None = None
-        if isinstance(mlp, ExpertsConfig) and mlp.has_score_bias:
-            self.score_bias = _empty_float32(mlp.expert_count)
-        self.router_bias: Float32Array | None = None
-        if isinstance(mlp, ExpertsConfig) and mlp.has_router_bias:
-            self.router_bias = _padded(mlp.expert_count)
-        self.expert_biases: tuple[Float32Array, Float32Array] | None = None
-        if isinstance(mlp, ExpertsConfig) and mlp.has_bias:
-            count = len(self._own_experts)
-            self.expert_biases = _empty_float32(count * 2 * mlp.intermediate_size), _empty_float32(count * hidden)
-        self._experts: ExpertsStruct | None = None
-        self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
-
-    def _make_attention(self, attention: AttentionConfig, hidden: int) -> None:
-        heads, keys = attention.query_size, attention.key_size
-        by_head = attention.qk_norm in ("head", "unit")
-        if attention.qk_norm != "none":
-            self.query_norm = _ones(attention.head_dim if by_head else heads)
-            self.key_norm = _ones(attention.head_dim if by_head else keys) if attention.kv_from is None else None
-        if attention.has_value_norm:
-            self.value_norm = _ones(attention.head_dim)
-        if attention.has_bias:
-            self.qkv_bias = _empty_float32(attention.projected_size)
-            self.attention_gate_bias = _empty_float32(heads) if attention.has_gate else None
-        if attention.has_output_bias:
-            self.output_bias = _empty_float32(hidden)
-        if attention.has_sinks:
-            self.sinks = _padded(attention.head_count)
-
-    def struct(self, name: str, weights: PackedWeights, rotaries: Sequence[RotaryConfig | None]) -> LayerStruct:
-        """Return the layer's description for the kernels. It contains addresses of arrays that this object owns.
-
-        Args:
-            name: name of the layer, such as layers.0.
-            rotaries: distinct rotary configs of the model.
-        """
-        attention, mlp = self._layer.attention, self._layer.mlp
-        own: tuple[str, ...] = ("qkv", "output") if isinstance(attention, KVAttention) else ()
-        own += ("gate_up", "down") if isinstance(mlp, MlpConfig) else ()
-        matrices = {matrix: weights.matrix(f"{name}.{matrix}") for matrix in own}
-        if isinstance(mlp, ExpertsConfig):
-            self._experts = self._experts_struct(name, mlp, weights)
-        if isinstance(attention, LatentAttentionConfig):
-            self._latent = self._latent_struct(name, attention, weights)
-        structs = ("experts", "recurrent", "latent", "laurel", "streams", "attention_gate")
-        if isinstance(attention, AttentionConfig) and attention.has_gate:
-            self._attention_gate = weights.matrix(f"{name}.attention_gate")
-        if self._laurel is not None:
-            self._laurel_struct = self._laurel.struct(name, weights)
-        if self._streams is not None:
-            self._streams_struct = self._streams.struct(name, weights)
-        pointers = [
-            field[0] for field in LayerStruct._fields_ if field[1] is ctypes.c_void_p and field[0] not in structs
-        ]
-        addresses = {pointer: _address(getattr(self, pointer)) for pointer in pointers}
-        own_fields: dict[str, float] = {}
-        if isinstance(attention, KVAttention):
-            own_fields = {
-                "window": attention.window or 0,
-                "section": attention.section or 0,
-                "has_temperature": attention.temperature is not None,
-                "rotary": rotaries.index(attention.rotary),
-                "query_factor": attention.query_factor,
-                "score_cap": attention.score_cap or 0.0,
-            }
-        if isinstance(attention, AttentionConfig):
-            own_fields |= {
-                "pairs_together": has_pairs_together(attention),
-                "qk_norm": QK_NORMS[attention.qk_norm],
-                "shares_kv": attention.kv_from is not None,
-            }
-        if isinstance(mlp, MlpConfig) and mlp.cutoff is not None:
-            own_fields |= {"has_cutoff": True, "cutoff": mlp.cutoff}
-        return LayerStruct(
-            **matrices,
-            **addresses,
-            **own_fields,
-            activation=0 if mlp is None else ACTIVATIONS[mlp.activation],
-            is_parallel=self._layer.is_parallel,
-            sums_attention=self._part is not None and self._part.sums_attention,
-            sums_mlp=self._part is not None and self._part.sums_mlp,
-            residual_scale=self._layer.residual_scale,
-            experts=None if self._experts is None else ctypes.addressof(self._experts),
-            recurrent=None if self._recurrent is None else ctypes.addressof(self._recurrent.struct(name, weights)),
-            latent=None if self._latent is None else ctypes.addressof(self._latent),
-            laurel=None if self._laurel_struct is None else ctypes.addressof(self._laurel_struct),
-            streams=None if self._streams_struct is None else ctypes.addressof(self._streams_struct),
-            attention_gate=None if self._attention_gate is None else ctypes.addressof(self._attention_gate),
-        )
-
-    def _latent_struct(self, name: str, attention: LatentAttentionConfig, weights: PackedWeights) -> LatentStruct:
-        rank = attention.query_rank or 0
-        query_up = {"query_up": weights.matrix(f"{name}.query_up")} if rank else {}
-        return LatentStruct(
-            **query_up,
-            key_up=weights.address(f"{name}.key_up"),
-            value_up=weights.address(f"{name}.value_up"),
-            query_norm=_address(self.query_norm),
-            latent_norm=_address(self.key_norm),
-            query_rank=rank,
-            plain_dim=attention.plain_dim,
-            turned_dim=attention.turned_dim,
-            value_dim=attention.value_dim,
-            norm_eps=attention.norm_eps,
-        )
-
-    def _experts_struct(self, name: str, mlp: ExpertsConfig, weights: PackedWeights) -> ExpertsStruct:
-        own = [f"{name}.experts.{expert}" for expert in self._own_experts]
-        # These arrays must stay alive, because the struct contains their addresses.
-        gate_up, down = self._expert_matrices = tuple(
-            (MatrixStruct * len(own))(*(weights.matrix(f"{expert}.{matrix}") for expert in own))
-            for matrix in ("gate_up", "down")
-        )
-        shared = {
-            f"shared_{matrix}": weights.matrix(f"{name}.shared.{matrix}")
-            for matrix in ("gate_up", "down")
-            if mlp.shared_size
-        }
-        gate_up_bias, down_bias = self.expert_biases or (None, None)
-        return ExpertsStruct(
-            router=weights.matrix(f"{name}.router"),
-            gate_up=ctypes.addressof(gate_up),
-            down=ctypes.addressof(down),
-            shared_gate=_address(self.shared_gate),
-            router_bias=_address(self.router_bias),
-            gate_up_bias=_address(gate_up_bias),
-            down_bias=_address(down_bias),
-            count=mlp.expert_count,
-            own_first=self._own_experts.start,
-            own_count=len(self._own_experts),
-            per_token=mlp.experts_per_token,
-            score_bias=_address(self.score_bias),
-            normalizes=mlp.normalizes,
-            weighs_inputs=mlp.weighs_inputs,
-            middle=mlp.intermediate_size,
-            shared_middle=mlp.shared_size,
-            scoring=SCORINGS[mlp.scoring],
-            group_count=mlp.group_count,
-            groups_per_token=mlp.groups_per_token,
-            group_leaders=mlp.group_leaders,
-            scale=mlp.scale,
-            **shared,
-        )
-
-    def _attention_biases(self, attention: AttentionConfig) -> tuple[tuple[str, Float32Array | None], ...]:
-        def of_heads(bias: Float32Array | None) -> Float32Array | None:
-            if bias is None or not has_pairs_together(attention):
-                return bias
-            return pairs_together(bias, attention.head_dim)
-
-        heads, keys = attention.query_size, attention.key_size
-        own = (
-            ("k_proj", of_heads(_part(self.qkv_bias, heads, keys))),
-            ("v_proj", _part(self.qkv_bias, heads + keys, keys)),
-        )
-        return (
-            ("q_proj", of_heads(_part(self.qkv_bias, 0, heads))),
-            *(own if attention.kv_from is None else ()),
-            ("q_gate_proj", self.attention_gate_bias),
-            ("o_proj", self.output_bias),
-        )
-
-    def _expert_biases(self) -> Iterator[tuple[str, Float32Array | None]]:
-        if self.expert_biases is None:
-            return
-        count = len(self._own_experts)
-        rows = zip(self._own_experts, *(biases.reshape(count, -1) for biases in self.expert_biases), strict=True)
-        for expert, of_gate_up, of_down in rows:
-            yield f"experts.{expert}.gate_proj", _every_other_block(of_gate_up, 0)
-            yield f"experts.{expert}.up_proj", _every_other_block(of_gate_up, 1)
-            yield f"experts.{expert}.down_proj", of_down
-
-    def slots(self, name: str) -> Iterator[Slot]:
-        attention = self._layer.attention
-        for part in (self._recurrent, self._laurel, self._streams):
-            if part is not None:
-                yield from part.slots(name)
-        for projection, bias in (
-            *(self._attention_biases(attention) if isinstance(attention, AttentionConfig) else ()),
-            ("gate_proj", _every_other_block(self.gate_up_bias, 0)),
-            ("up_proj", _every_other_block(self.gate_up_bias, 1)),
-            ("down_proj", self.down_bias),
-            ("router", _part(self.router_bias, 0, getattr(self._layer.mlp, "expert_count", 0))),
-            *self._expert_biases(),
-        ):
-            if bias is not None:
-                yield Slot(f"{name}.{projection}.bias", (bias.size,), "float32", functools.partial(_copy, bias))
-        if self.sinks is not None:
-            assert isinstance(attention, AttentionConfig), "only AttentionConfig has sinks"
-            sinks = self.sinks[: attention.head_count]
-            yield Slot(f"{name}.sinks.weight", sinks.shape, "float32", functools.partial(_copy, sinks))
-        if self.shared_gate is not None:
-            shape = (1, self.shared_gate.size)
-            yield Slot(f"{name}.shared_gate.weight", shape, "float32", functools.partial(_copy, self.shared_gate))
-        if self.score_bias is not None:
-            fill = functools.partial(_copy, self.score_bias)
-            yield Slot(f"{name}.router.score_bias", self.score_bias.shape, "float32", fill)
-        is_latent = isinstance(attention, LatentAttentionConfig)
-        is_unit = isinstance(attention, AttentionConfig) and attention.qk_norm == "unit"
-        for norm, weight in (
-            ("attention_norm", self.attention_norm),
-            ("attention_output_norm", self.attention_output_norm),
-            ("mlp_norm", self.mlp_norm),
-            ("mlp_output_norm", self.mlp_output_norm),
-            ("q_a_norm" if is_latent else "q_norm", None if is_unit else self.query_norm),
-            ("kv_a_norm" if is_latent else "k_norm", None if is_unit else self.key_norm),
-        ):
-            if weight is not None:
-                yield Slot(f"{name}.{norm}.weight", weight.shape, "float32", functools.partial(_copy, weight))
-
-
-def _padded(count: int) -> Float32Array:
-    """Return an array of zeros. Its size is rounded up to whole blocks, because the kernels read whole blocks."""
-    return np.zeros(-(-count // BLOCK_OUTPUTS) * BLOCK_OUTPUTS, dtype=np.float32)
-
-
-def _address(tensor: Float32Array | None) -> int | None:
-    return None if tensor is None else address(tensor)
-
-
-def _part(bias: Float32Array | None, first: int, count: int) -> Float32Array | None:
-    return None if bias is None else bias[first : first + count]
-
-
-def _every_other_block(bias: Float32Array | None, first: int) -> Float32Array | None:
-    return None if bias is None else bias.reshape(-1, 2, BLOCK_OUTPUTS)[:, first]
-
-
 def _copied_slot(name: str, place: Values, dtype: Dtype, library: Library) -> Slot:
     def rows_of(first_row: int, row_count: int) -> Slot:
         return _copied_slot(name, place[first_row : first_row + row_count], dtype, library)
@@ -782,14 +497,6 @@ def _copied_slot(name: str, place: Values, dtype: Dtype, library: Library) -> Sl
 
 def _copy(place: Values, values: Values) -> None:
     convert(values.reshape(place.shape), place)
-
-
-def _ones(count: int) -> Float32Array:
-    return np.ones(count, dtype=np.float32)
-
-
-def _empty_float32(count: int) -> Float32Array:
-    return np.empty(count, dtype=np.float32)
 
 
 class _StepArrays:

@@ -32,6 +32,8 @@ from trioserve_kernels.structs import (
 
 __all__ = [
     "NativeRecurrent",
+    "empty_float32",
+    "float32_slot",
     "why_not_recurrent",
     "NativeLaurel",
     "NativeLayerStreams",
@@ -66,19 +68,19 @@ class NativeRecurrent:
         padded = math.ceil(layer.projected_size / BLOCK_OUTPUTS) * BLOCK_OUTPUTS
         # Biases of both projections. Zeros pad the bias of the first projection to a whole block.
         self._input_bias = np.zeros(padded, dtype=np.float32) if layer.has_bias else None
-        self._output_bias = _empty_float32(hidden) if layer.has_bias else None
-        self._conv_weights = _empty_float32(layer.kernel_size, layer.convolved_size)
-        self._conv_bias = _empty_float32(layer.convolved_size) if has_conv_bias else None
+        self._output_bias = empty_float32(hidden) if layer.has_bias else None
+        self._conv_weights = empty_float32(layer.kernel_size, layer.convolved_size)
+        self._conv_bias = empty_float32(layer.convolved_size) if has_conv_bias else None
         self._vectors: dict[str, Float32Array] = {}
         self._limits = (0.0, 0.0)
         if isinstance(layer, StateSpaceConfig):
-            self._vectors = {name: _empty_float32(layer.head_count) for name in ("rates", "skips", "time_step_bias")}
+            self._vectors = {name: empty_float32(layer.head_count) for name in ("rates", "skips", "time_step_bias")}
             if layer.norm != "none":
-                self._vectors["gate_norm"] = _empty_float32(layer.inner_size)
+                self._vectors["gate_norm"] = empty_float32(layer.inner_size)
             self._limits = (layer.time_step_min, layer.time_step_max)
         elif isinstance(layer, DeltaNetConfig):
-            self._vectors = {name: _empty_float32(layer.head_count) for name in ("rates", "time_step_bias")}
-            self._vectors["gate_norm"] = _empty_float32(layer.head_count, layer.head_dim)
+            self._vectors = {name: empty_float32(layer.head_count) for name in ("rates", "time_step_bias")}
+            self._vectors["gate_norm"] = empty_float32(layer.head_count, layer.head_dim)
         self._struct = RecurrentStruct(
             input_bias=None if self._input_bias is None else address(self._input_bias),
             output_bias=None if self._output_bias is None else address(self._output_bias),
@@ -118,8 +120,7 @@ class NativeRecurrent:
             name: name of the layer, such as layers.0.
         """
         layer = self._layer
-        shape = (layer.convolved_size, layer.kernel_size)
-        yield Slot(f"{name}.conv.weight", shape, "float32", functools.partial(_fill, self._conv_weights.T))
+        yield float32_slot(f"{name}.conv.weight", self._conv_weights.T)
         places = {
             "in_proj.bias": None if self._input_bias is None else self._input_bias[: layer.projected_size],
             "out_proj.bias": self._output_bias,
@@ -130,14 +131,14 @@ class NativeRecurrent:
         for tensor, place in places.items():
             # All heads of the delta rule share one norm, whose weights are copied for each head.
             if place is not None:
-                yield Slot(f"{name}.{tensor}", place.shape[-1:], "float32", functools.partial(_fill, place))
+                yield float32_slot(f"{name}.{tensor}", place, place.shape[-1:])
 
 
 def _fill(place: Float32Array, values: Values) -> None:
     place[:] = values if values.size < place.size else values.reshape(place.shape)
 
 
-def _empty_float32(*shape: int) -> Float32Array:
+def empty_float32(*shape: int) -> Float32Array:
     return np.empty(shape, dtype=np.float32)
 
 
@@ -175,7 +176,7 @@ class NativeStreams:
             (MatrixStruct * len(others))(*(weights.matrix(f"streams.{index}.{way}") for index in others))
             for way in ("in", "out")
         )
-        self._norm = _empty_float32(streams.input_size)
+        self._norm = empty_float32(streams.input_size)
         self.struct = StreamsStruct(
             input_table=weights.matrix("layer_inputs.embed"),
             input_projection=weights.matrix("layer_inputs.proj"),
@@ -190,7 +191,7 @@ class NativeStreams:
         )
 
     def slots(self) -> Iterator[Slot]:
-        yield _slot("layer_inputs.norm.weight", self._norm)
+        yield float32_slot("layer_inputs.norm.weight", self._norm)
 
 
 class NativeLayerStreams:
@@ -199,12 +200,12 @@ class NativeLayerStreams:
     def __init__(self, streams: StreamsConfig, hidden: int) -> None:
         self._has_scale = streams.has_scale
         self._places = {
-            "stream_router_norm.weight": _empty_float32(hidden),
-            "stream_router.weight": _empty_float32(streams.count, hidden),
-            "stream_prediction.weight": _empty_float32(streams.count**2, streams.count),
-            "stream_correction.weight": _empty_float32(streams.count, streams.count),
-            "input_norm.weight": _empty_float32(hidden),
-            "streams.scale": _empty_float32(hidden),
+            "stream_router_norm.weight": empty_float32(hidden),
+            "stream_router.weight": empty_float32(streams.count, hidden),
+            "stream_prediction.weight": empty_float32(streams.count**2, streams.count),
+            "stream_correction.weight": empty_float32(streams.count, streams.count),
+            "input_norm.weight": empty_float32(hidden),
+            "streams.scale": empty_float32(hidden),
         }
 
     def struct(self, name: str, weights: PackedWeights) -> LayerStreamsStruct:
@@ -233,14 +234,14 @@ class NativeLayerStreams:
             name: name of the layer, such as layers.0.
         """
         for tensor, place in self._places.items():
-            yield _slot(f"{name}.{tensor}", place)
+            yield float32_slot(f"{name}.{tensor}", place)
 
 
 class NativeLaurel:
     """Weights of one layer's LAuReL path."""
 
     def __init__(self, rank: int, hidden: int) -> None:
-        self._rank, self._norm = rank, _empty_float32(hidden)
+        self._rank, self._norm = rank, empty_float32(hidden)
 
     def struct(self, name: str, weights: PackedWeights) -> LaurelStruct:
         """Return the kernels' description. It has addresses of arrays that this object owns.
@@ -258,8 +259,15 @@ class NativeLaurel:
         Args:
             name: name of the layer, such as layers.0.
         """
-        yield _slot(f"{name}.laurel_norm.weight", self._norm)
+        yield float32_slot(f"{name}.laurel_norm.weight", self._norm)
 
 
-def _slot(name: str, place: Float32Array) -> Slot:
-    return Slot(name, place.shape, "float32", functools.partial(_fill, place))
+def float32_slot(name: str, place: Float32Array, shape: tuple[int, ...] | None = None) -> Slot:
+    """Return the loading slot of a float32 array.
+
+    Args:
+        name: name of the tensor, see loading/names.py.
+        place: array that the slot fills.
+        shape: shape of the tensor. None: the shape of the array.
+    """
+    return Slot(name, place.shape if shape is None else shape, "float32", functools.partial(_fill, place))
