@@ -17,12 +17,11 @@ from trioserve_kernels.reference import (
     rotary_,
     store_kv_,
 )
-from trioserve_kernels.triton.activation import activate_and_mul
 from trioserve_kernels.triton.attention_chunks import paged_chunks_
 from trioserve_kernels.triton.attention_decode import paged_decode_
 from trioserve_kernels.triton.four_bit_product import four_bit_product as four_bit_linear
 from trioserve_kernels.triton.latent_attention import paged_latents_
-from trioserve_kernels.triton.mixture import grouped_linear, weighted_sum
+from trioserve_kernels.triton.mlp import activate_and_mul, grouped_linear, weighted_sum
 from trioserve_kernels.triton.norm import add_rms_norm_, rms_norm
 from trioserve_kernels.triton.rotary import rotary_and_store_kv_
 from trioserve_kernels.triton.sampling import choose_tokens

@@ -39,10 +39,9 @@ from trioserve.contracts.errors import NoEndpoint, TrioserveError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router import refusals
 from trioserve.router.continuation import Continuations
-from trioserve.router.disaggregation import Disaggregation, stage_fault
 from trioserve.router.endpoint_state import EndpointHealth, Fault
 from trioserve.router.endpoints import Endpoints
-from trioserve.router.leases import Leases
+from trioserve.router.leases import Disaggregation, Leases, stage_fault
 from trioserve.router.moments import QueueDeadlines
 from trioserve.router.moving import Moving
 from trioserve.router.policies import PolicyFactory, Rng
