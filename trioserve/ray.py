@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from ray import serve
 
 from trioserve.api.error_responses import coded_response
@@ -174,7 +175,7 @@ class ReplicaApp:
 
     async def _refuse(self, send: Send) -> None:
         error = coded_response("engine_reopening", "the engine has ended, and its replica is being replaced")
-        body = json.dumps(error.body()).encode()
+        body = msgspec.json.encode(error.body())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

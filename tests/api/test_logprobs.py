@@ -29,8 +29,8 @@ def taken(pieces: list[bytes], *, chunk: int = 100, **echo: Any) -> tuple[list[s
     for begin in range(0, len(pieces), chunk):
         ids = list(range(len(pieces)))[begin : begin + chunk]
         made: Any = logprobs.take(ids, [TokenLogprob(token_id=token_id, logprob=-1.0, top=()) for token_id in ids])
-        tokens += made["tokens"]
-        offsets += made["text_offset"]
+        tokens += made.tokens
+        offsets += made.text_offset
     return tokens, offsets
 
 
@@ -59,4 +59,4 @@ def test_special_tokens_written_in_the_prompt_are_part_of_its_text() -> None:
 def test_alternatives_that_are_parts_of_characters_have_different_names() -> None:
     logprobs = CompletionLogprobs(Pieces([b"\xf0", b"\xe6", b"a"]))  # type: ignore[arg-type]
     made: Any = logprobs.take([0], [TokenLogprob(token_id=0, logprob=-1.0, top=((0, -1.0), (1, -2.0), (2, -3.0)))])
-    assert made["top_logprobs"] == [{"bytes:\\xf0": -1.0, "bytes:\\xe6": -2.0, "a": -3.0}]
+    assert made.top_logprobs == [{"bytes:\\xf0": -1.0, "bytes:\\xe6": -2.0, "a": -3.0}]

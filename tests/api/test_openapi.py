@@ -8,8 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from trioserve.api.error_responses import Error
+from trioserve.api.openai import models, tokenize
 from trioserve.api.openai import response_types as responses
 from trioserve.api.openai.request_types import REFUSED
+from trioserve.api.operations import health
 from trioserve.api.routes import OPERATIONS
 from trioserve.contracts.errors import Overloaded
 
@@ -85,16 +88,16 @@ async def test_openapi_document_does_not_offer_refused_fields(api: Any) -> None:
         ("POST", "/v1/chat/completions", {**CHAT, **EVERYTHING, "logprobs": True}, responses.ChatCompletion),
         ("POST", "/v1/completions", {"prompt": "ab"}, responses.Completion),
         ("POST", "/v1/completions", {"prompt": "ab", **EVERYTHING, "logprobs": 1, "echo": True}, responses.Completion),
-        ("GET", "/v1/models", None, responses.Models),
-        ("GET", "/v1/models/org/letters", None, responses.Model),
-        ("GET", "/v1/models/nobody", None, responses.Error),
-        ("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True}, responses.Tokenized),
-        ("POST", "/detokenize", {"tokens": [97]}, responses.Detokenized),
-        ("POST", "/detokenize", {"tokens": "a"}, responses.Error),
-        ("GET", "/nowhere", None, responses.Error),
-        ("GET", "/health", None, responses.Alive),
-        ("GET", "/ready", None, responses.Ready),
-        ("GET", "/version", None, responses.Version),
+        ("GET", "/v1/models", None, models.Models),
+        ("GET", "/v1/models/org/letters", None, models.Model),
+        ("GET", "/v1/models/nobody", None, Error),
+        ("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True}, tokenize.Tokenized),
+        ("POST", "/detokenize", {"tokens": [97]}, tokenize.Detokenized),
+        ("POST", "/detokenize", {"tokens": "a"}, Error),
+        ("GET", "/nowhere", None, Error),
+        ("GET", "/health", None, health.Alive),
+        ("GET", "/ready", None, health.Ready),
+        ("GET", "/version", None, health.Version),
     ],
 )
 async def test_responses_match_their_openapi_description(
@@ -133,9 +136,9 @@ async def test_stream_events_match_their_openapi_description(
 
 async def test_responses_of_unready_and_busy_servers_match_their_description(api: Any) -> None:
     api.engine.ready = False
-    msgspec.convert((await api.context("GET", "/ready")).json(), responses.NotReady)
+    msgspec.convert((await api.context("GET", "/ready")).json(), health.NotReady)
     api.engine.enter_errors = [Overloaded("too much", reason="queue_full", retry_after_seconds=2.5)]
     exchange = await api.complete()
-    msgspec.convert(exchange.json(), responses.Error)
+    msgspec.convert(exchange.json(), Error)
     for name in ("retry-after", "x-trioserve-reason", "x-request-id"):
         assert name in exchange.response_headers

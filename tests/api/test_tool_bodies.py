@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from trioserve.api.error_responses import Error
 from trioserve.api.openai import response_types as responses
 from trioserve.testing.fake_engine import open_fake_engine
 
@@ -95,7 +96,7 @@ async def test_every_response_matches_its_description(make_api: Any, said: str |
             statuses.append(exchange.status)
             if exchange.status != 200:
                 assert exchange.status == 400, (body, exchange.data)
-                assert msgspec.json.decode(exchange.data, type=responses.Error).error.param is not None, body
+                assert msgspec.json.decode(exchange.data, type=Error).error.param is not None, body
             elif not body["stream"]:
                 whole = msgspec.json.decode(exchange.data, type=responses.ChatCompletion)
                 for choice in whole.choices:

@@ -178,6 +178,11 @@ async def turns_while(act: Any) -> tuple[int, Any]:
     return turns, result
 
 
+class Columns(msgspec.Struct):
+    a: list[int]
+    b: list[str]
+
+
 async def test_large_lists_are_encoded_in_pieces_and_decode_to_the_same_value():
     items = list(range(60_000))
     vectors = [[float(index)] * 4000 for index in range(20)]
@@ -188,9 +193,9 @@ async def test_large_lists_are_encoded_in_pieces_and_decode_to_the_same_value():
         value = {
             "small": await large.add([1, 2], list),
             "items": await large.add(items, list),
-            "columns": await large.add_columns(items, lambda part: {"a": [*part], "b": [str(one) for one in part]}),
-            "vectors": await large.add_encoded([(4000, lambda one=one: msgspec.json.encode(one)) for one in vectors]),
-            "none": await large.add_encoded([]),
+            "columns": await large.add_columns(items, lambda part: Columns([*part], [str(one) for one in part])),
+            "vectors": await large.add_one_by_one([(4000, lambda one=one: one) for one in vectors]),
+            "none": await large.add_one_by_one([]),
             "text": await large.add_text(text),
             "end": "end",
         }

@@ -18,6 +18,7 @@ import trio
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from trioserve.api.error_responses import Error
 from trioserve.api.openai import response_types as responses
 from trioserve.api.routes import OPERATIONS, App
 from trioserve.http.limits import FrontendLimits
@@ -227,7 +228,7 @@ def test_valid_requests_get_responses_of_the_documented_types(url, session, path
         if response.status_code != 200:
             # Empty prompts, and fields that exclude each other, are refused with the name of the field.
             assert response.status_code == 400
-            assert msgspec.json.decode(content, type=responses.Error).error.param is not None, content
+            assert msgspec.json.decode(content, type=Error).error.param is not None, content
             return
         answered += 1
         if not sampling.get("stream"):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from trioserve.api.response import Response
 from trioserve.contracts.deadlines import Deadline
 from trioserve.contracts.errors import (
     ContextTooLong,
@@ -39,6 +40,8 @@ __all__ = [
     "CODES",
     "REASON_HEADER",
     "TABLE",
+    "Error",
+    "ErrorDetail",
     "ErrorKind",
     "ErrorResponse",
     "HandedOver",
@@ -55,6 +58,26 @@ REASON_HEADER = "x-trioserve-reason"
 
 
 MESSAGE_CHARACTERS_MAX = 2000  # A message may repeat the client's input, which may have megabytes.
+
+
+class ErrorDetail(Response):
+    """Details of an error.
+
+    Attributes:
+        message: sentence for people.
+        type: class of the error, for programs. OpenAI's where OpenAI has one.
+        param: field or header with the fault.
+        code: kind of the error, for programs. OpenAI's where OpenAI has one.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Response):
+    error: ErrorDetail
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +110,8 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
             return self.message
         return f"{self.param}: {self.message}"
 
-    def body(self) -> dict[str, dict[str, str | None]]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+    def body(self) -> Error:
+        return Error(error=ErrorDetail(message=self.message, type=self.type, param=self.param, code=self.code))
 
 
 class Refusal(TrioserveError):

@@ -29,10 +29,10 @@ __all__ = [
     "KeepAlive",
     "Usage",
     "collect",
+    "first_transfer",
     "is_partial",
     "never_partial",
     "read_streams",
-    "transfer_fields",
     "usage_of",
     "wait_until_begun",
     "wait_until_released",
@@ -243,17 +243,13 @@ def read_streams(
     return _read_patiently(streams[0], take, keep_alive, is_partial)
 
 
-def transfer_fields(transfers: Iterable[KVTransferParams | None]) -> dict[str, object]:
-    """Make the field `kv_transfer_params` of a whole response.
+def first_transfer(transfers: Iterable[KVTransferParams | None]) -> KVTransferParams | UnsetType:
+    """Return the field `kv_transfer_params` of a whole response: the first parameters, or UNSET if there are none.
 
     Args:
         transfers: parameters of each choice.
-
-    Returns:
-        The field with the first parameters, or no field if no choice has any.
     """
-    params = next((transfer for transfer in transfers if transfer is not None), None)
-    return {} if params is None else {"kv_transfer_params": params}
+    return next((transfer for transfer in transfers if transfer is not None), UNSET)
 
 
 async def wait_until_released(stream: RequestStream, keep_alive: KeepAlive) -> None:

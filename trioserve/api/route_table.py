@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from trioserve.api.error_responses import refusal
-from trioserve.api.openai.response_types import Error
+from trioserve.api.error_responses import Error, refusal
 from trioserve.contracts.sampling import Range
 
 if TYPE_CHECKING:

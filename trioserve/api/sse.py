@@ -38,11 +38,11 @@ class ChunkWriter:
     """Writes the events of one streamed response: JSON objects that differ only in their choices and usage.
 
     Args:
-        head: fields that all chunks share, at least one.
+        head: struct or dict of the fields that all chunks share, at least one.
         null_usage: True: chunks without usage have `"usage": null`, as OpenAI's have if the client asked for usage.
     """
 
-    def __init__(self, head: dict[str, object], *, null_usage: bool) -> None:
+    def __init__(self, head: object, *, null_usage: bool) -> None:
         self._head = _one_line(b"data: " + encode(head)[:-1] + b',"choices":[')
         self._end = b',"usage":null}\n\n' if null_usage else b"}\n\n"
 

@@ -5,9 +5,12 @@ The path or a header selects the API before anything else of the request is read
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from msgspec import UNSET, UnsetType
 
 from trioserve.api.error_responses import ErrorResponse
+from trioserve.api.response import Response
 from trioserve.api.sse import encode, error_event, one_line_json
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ __all__ = [
     "OPENAI",
     "REQUEST_ID_HEADER",
     "THREAD_UNSUPPORTED",
+    "MessagesError",
+    "OllamaError",
     "OpenAISurface",
     "ResumableSurface",
     "Surface",
@@ -94,8 +99,21 @@ THREAD_UNSUPPORTED = "thread_unsupported_request"
 It is sent in the body's details, where Anthropic's client libraries look for it.
 """
 
+MessagesErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "timeout_error",
+    "conflict_error",
+    "request_too_large",
+    "rate_limit_error",
+    "api_error",
+    "overloaded_error",
+]
+
 OVERLOADED_STATUS = 529
-TYPES = {
+TYPES: dict[int, MessagesErrorType] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -106,6 +124,27 @@ TYPES = {
     504: "timeout_error",
     OVERLOADED_STATUS: "overloaded_error",
 }
+
+
+class MessagesErrorDetail(Response):
+    """An error: `type` is for programs, `message` for people.
+
+    Attributes:
+        details: fields that are not supported. Only for `thread`.
+        code: kind of the error, for programs. Only in the last event of a stream that can be resumed.
+    """
+
+    type: MessagesErrorType
+    message: str
+    details: dict[str, Any] | UnsetType = UNSET
+    code: str | UnsetType | None = UNSET
+
+
+class MessagesError(Response, tag_field="type", tag="error"):
+    """An error response in Anthropic's format. Also the last event of a stream that failed."""
+
+    error: MessagesErrorDetail
+    request_id: str
 
 
 class AnthropicSurface:
@@ -126,12 +165,11 @@ class AnthropicSurface:
     def event(self, error: ErrorResponse, request_id: str) -> bytes:
         return event("error", self._described(error, request_id))
 
-    def _described(self, error: ErrorResponse, request_id: str) -> dict[str, Any]:
-        kind = error_type(self.status(error))
-        described: dict[str, Any] = {"type": kind, "message": error.placed_message}
+    def _described(self, error: ErrorResponse, request_id: str) -> MessagesError:
+        detail = MessagesErrorDetail(type=error_type(self.status(error)), message=error.placed_message)
         if error.code == THREAD_UNSUPPORTED:
-            described["details"] = {"error_code": error.code, "unsupported": [error.param]}
-        return {"type": "error", "error": described, "request_id": request_id}
+            detail.details = {"error_code": error.code, "unsupported": [error.param]}
+        return MessagesError(error=detail, request_id=request_id)
 
 
 class ResumableSurface(AnthropicSurface):
@@ -141,14 +179,14 @@ class ResumableSurface(AnthropicSurface):
 
     def event(self, error: ErrorResponse, request_id: str) -> bytes:
         described = self._described(error, request_id)
-        described["error"]["code"] = error.code
+        described.error.code = error.code
         return event("error", described)
 
 
 ANTHROPIC = AnthropicSurface()
 
 
-def error_type(status: int) -> str:
+def error_type(status: int) -> MessagesErrorType:
     """Return Anthropic's name for errors with this status.
 
     Args:
@@ -184,14 +222,20 @@ LINE_KEEP_ALIVE = b" "
 """Keep-alive between two lines. JSON may begin with white space, but an empty line would not be JSON."""
 
 
+class OllamaError(Response):
+    """An error response in Ollama's format. Also the last line of a stream that failed."""
+
+    error: str
+
+
 class OllamaSurface(OpenAISurface):
     """Error format of Ollama's API: the statuses of OpenAI's API, and the error message as the only field."""
 
     def body(self, error: ErrorResponse, request_id: str) -> bytes:
-        return encode({"error": error.placed_message})
+        return encode(OllamaError(error=error.placed_message))
 
     def event(self, error: ErrorResponse, request_id: str) -> bytes:
-        return line({"error": error.placed_message})
+        return line(OllamaError(error=error.placed_message))
 
 
 OLLAMA = OllamaSurface()

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import trio
 
+from trioserve.api.response import encoded_value
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
@@ -41,6 +42,8 @@ SMALL_ITEMS_MAX = 4000  # A list up to this size is encoded together with the re
 SMALL_RESPONSE_BYTES = 64 * 1024
 
 T = TypeVar("T")
+R = TypeVar("R")
+Columns = TypeVar("Columns", bound=msgspec.Struct)
 
 
 class ResponseShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,8 +271,8 @@ class LargeJson:
         return not self._lists
 
     async def add(
-        self, items: Sequence[T], written: Callable[[Sequence[T]], list[object]], *, item_weight: int = 1
-    ) -> object:
+        self, items: Sequence[T], written: Callable[[Sequence[T]], list[R]], *, item_weight: int = 1
+    ) -> list[R]:
         """Encode a list.
 
         Args:
@@ -283,42 +286,43 @@ class LargeJson:
         if len(items) * item_weight <= SMALL_ITEMS_MAX:
             return written(items)
         step = max(1, PIECE_ITEMS // item_weight)
-        encoder = msgspec.json.Encoder()
         made: list[bytes] = []
         for begin in range(0, len(items), step):
-            made.append((b"," if made else b"[") + encoder.encode(written(items[begin : begin + step]))[1:-1])
+            made.append((b"," if made else b"[") + msgspec.json.encode(written(items[begin : begin + step]))[1:-1])
             await trio.lowlevel.checkpoint()
-        return self._placed([*made, b"]"])
+        placed: list[R] = self._placed([*made, b"]"])
+        return placed
 
     async def add_columns(
-        self, items: Sequence[T], written: Callable[[Sequence[T]], dict[str, object]], *, item_weight: int = 1
-    ) -> dict[str, object]:
+        self, items: Sequence[T], written: Callable[[Sequence[T]], Columns], *, item_weight: int = 1
+    ) -> Columns:
         """Encode an object of lists of equal length.
 
         Args:
             items: items of the lists.
-            written: converts a slice of the items into the same slice of each list, by name.
+            written: converts a slice of the items into an object with the same slice of each list.
             item_weight: values inside each item.
 
         Returns:
-            The lists by name if they are small, otherwise a placeholder for each.
+            The object if its lists are small, otherwise an object with a placeholder for each list.
         """
         if len(items) * item_weight <= SMALL_ITEMS_MAX:
             return written(items)
         step = max(1, PIECE_ITEMS // item_weight)
         columns: dict[str, list[bytes]] = {}
         for begin in range(0, len(items), step):
-            for name, values in written(items[begin : begin + step]).items():
+            part = written(items[begin : begin + step])
+            for name, values in msgspec.structs.asdict(part).items():
                 made = columns.setdefault(name, [])
                 made.append((b"," if made else b"[") + msgspec.json.encode(values)[1:-1])
             await trio.lowlevel.checkpoint()
-        return {name: self._placed([*made, b"]"]) for name, made in columns.items()}
+        return type(part)(**{name: self._placed([*made, b"]"]) for name, made in columns.items()})
 
-    async def add_encoded(self, items: Iterable[tuple[int, Callable[[], bytes]]]) -> msgspec.Raw:
-        """Encode a list whose items are encoded by functions.
+    async def add_one_by_one(self, items: Iterable[tuple[int, Callable[[], R]]]) -> list[R]:
+        """Encode a list whose items are made and encoded one by one.
 
         Args:
-            items: for each item, the count of its numbers, and a function that returns its JSON.
+            items: for each item, the count of its numbers, and a function that returns the item.
 
         Returns:
             The encoded list if it is small, otherwise a placeholder.
@@ -326,16 +330,17 @@ class LargeJson:
         made: list[bytes] = []
         weight = byte_count = 0
         for item_weight, written in items:
-            made.append((b"," if made else b"[") + written())
+            made.append((b"," if made else b"[") + msgspec.json.encode(written()))
             byte_count += len(made[-1])
             weight += item_weight
             if weight >= PIECE_NUMBERS:
                 weight = 0
                 await trio.lowlevel.checkpoint()
         made.append(b"]" if made else b"[]")
-        return msgspec.Raw(b"".join(made)) if byte_count <= PIECE_BYTES else self._placed(made)
+        encoded: list[R] = encoded_value(b"".join(made)) if byte_count <= PIECE_BYTES else self._placed(made)
+        return encoded
 
-    async def add_text(self, text: str) -> object:
+    async def add_text(self, text: str) -> str:
         """Encode a text.
 
         Args:
@@ -350,12 +355,14 @@ class LargeJson:
         for begin in range(0, len(text), PIECE_BYTES):
             made.append(msgspec.json.encode(text[begin : begin + PIECE_BYTES])[1:-1])
             await trio.lowlevel.checkpoint()
-        return self._placed([*made, b'"'])
+        placed: str = self._placed([*made, b'"'])
+        return placed
 
-    def _placed(self, made: list[bytes]) -> msgspec.Raw:
+    def _placed(self, made: list[bytes]) -> Any:
+        """Keep an encoded list, and return its placeholder, which only an encoder can read."""
         self._lists.append(made)
         self.byte_count += sum(map(len, made))
-        return msgspec.Raw(b'"%b-%d"' % (self._mark, len(self._lists) - 1))
+        return encoded_value(b'"%b-%d"' % (self._mark, len(self._lists) - 1))
 
     def pieces(self, value: object) -> Iterator[bytes]:
         """Yield the bytes of a value, in pieces of about PIECE_BYTES. Call this method only once, because it frees the

@@ -9,14 +9,22 @@ connection.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import trio
+from msgspec import UNSET
 
 from trioserve.api.caller import check_may_operate
 from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody, decode_body
-from trioserve.api.operations.live_requests import REQUEST_PATH, checked_ids, unknown_request
+from trioserve.api.operations.live_requests import (
+    REQUEST_PATH,
+    AbortedRequests,
+    RequestAbort,
+    RequestAborts,
+    checked_ids,
+    unknown_request,
+)
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome
@@ -24,6 +32,7 @@ from trioserve.proxy.early_ends import AbortReport, abort_reports, end_at_endpoi
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.api.operations.live_requests import PartialResult
     from trioserve.proxy.peers.processes import Answer
     from trioserve.proxy.router_context import RouterContext
 
@@ -47,7 +56,7 @@ async def abort_request(context: RouterContext) -> None:
     ended = (await _everywhere(context, [request_id], reported, with_partials=False))[request_id]
     if ended.result is AbortOutcome.UNKNOWN:
         raise unknown_request(request_id)
-    await context.respond_json({"id": request_id, "object": "request.abort", "result": ended.result.value})
+    await context.respond_json(RequestAbort(id=request_id, result=ended.result))
 
 
 async def abort_requests(context: RouterContext) -> None:
@@ -99,7 +108,7 @@ async def abort_for_vllm(context: RouterContext) -> None:
     ended = await _everywhere(context, ids, [], with_partials=False)
     count = sum(one.result is AbortOutcome.ABORTED for one in ended.values())
     count += sum(msgspec.json.decode(one.body, type=_Count).aborted for one in answers if one.status == 200)
-    await context.respond_json({"status": "aborted", "aborted": count})
+    await context.respond_json(AbortedRequests(aborted=count))
 
 
 def _live_ids(context: RouterContext) -> list[str]:
@@ -120,11 +129,13 @@ class _Count(msgspec.Struct):
 async def _respond(context: RouterContext, ids: list[str], answers: list[Answer], *, with_partials: bool) -> None:
     reported = [one for answer in answers for one in abort_reports(answer.status, answer.body)]
     ended = await _everywhere(context, ids, reported, with_partials=with_partials)
-    data: list[dict[str, object]] = []
-    for id, one in ended.items():
-        row: dict[str, object] = {"id": id, "object": "request.abort", "result": one.result.value}
-        data.append({**row, "partials": one.partials} if with_partials else row)
-    await context.respond_json({"object": "list", "data": data})
+    results = [
+        RequestAbort(
+            id=id, result=one.result, partials=cast("list[PartialResult]", one.partials) if with_partials else UNSET
+        )
+        for id, one in ended.items()
+    ]
+    await context.respond_json(RequestAborts(data=results))
 
 
 async def _everywhere(

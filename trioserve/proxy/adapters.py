@@ -194,4 +194,6 @@ async def _respond(context: RouterContext, failure: str, answers: list[_Answer])
         code=code,
         message=message,
     )
-    await context.respond_json({**error.body(), "data": data}, status=status, headers=((REASON_HEADER, code),))
+    await context.respond_json(
+        {"error": error.body().error, "data": data}, status=status, headers=((REASON_HEADER, code),)
+    )

@@ -15,9 +15,10 @@ from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
 from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
 from trioserve.api.ollama.models import model_card, read_api_version, running_card
+from trioserve.api.ollama.response_types import OllamaModel, OllamaModels, OllamaRunning
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
-from trioserve.api.operations.health import read_tasks
+from trioserve.api.operations.health import Alive, NotReady, Ready, Version, read_tasks
 from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings
@@ -97,17 +98,15 @@ async def read_model(context: RouterContext) -> None:
 
 
 async def list_tags(context: RouterContext) -> None:
-    await context.respond_json({"models": [_ollama_card(name) for name in context.services.fleet.models()]})
+    await context.respond_json(OllamaModels(models=_ollama_cards(context)))
 
 
 async def list_running(context: RouterContext) -> None:
-    await context.respond_json(
-        {"models": [running_card(_ollama_card(name)) for name in context.services.fleet.models()]}
-    )
+    await context.respond_json(OllamaRunning(models=[running_card(card) for card in _ollama_cards(context)]))
 
 
-def _ollama_card(name: str) -> dict[str, object]:
-    return model_card(name, made_at=STARTED_AT, identity=name)
+def _ollama_cards(context: RouterContext) -> list[OllamaModel]:
+    return [model_card(name, made_at=STARTED_AT, identity=name) for name in context.services.fleet.models()]
 
 
 def _card(name: str) -> dict[str, object]:
@@ -123,7 +122,7 @@ async def read_health(context: RouterContext) -> None:
     Args:
         context: Request of the router's API.
     """
-    await context.respond_json({"status": "alive"})
+    await context.respond_json(Alive())
 
 
 async def read_ready(context: RouterContext) -> None:
@@ -134,13 +133,14 @@ async def read_ready(context: RouterContext) -> None:
     """
     reason = context.services.fleet.unready_reason()
     if reason is None:
-        await context.respond_json({"ready": True})
+        await context.respond_json(Ready(ready=True))
     else:
-        await context.respond_json({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
+        not_ready = NotReady(ready=False, reason=reason)
+        await context.respond_json(not_ready, status=503, headers=((REASON_HEADER, reason),))
 
 
 async def read_version(context: RouterContext) -> None:
-    await context.respond_json({"version": VERSION})
+    await context.respond_json(Version(version=VERSION))
 
 
 async def list_endpoints(context: RouterContext) -> None:

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from anthropic.types import Message, MessageTokensCount
 
-from trioserve.api.anthropic import bodies as responses
+from trioserve.api.anthropic import response_types as responses
+from trioserve.api.surface import MessagesError
 from trioserve.contracts.errors import Draining, InvalidRequest, Overloaded, RequestFailed
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
@@ -25,7 +26,7 @@ EVENTS = {
     "message_delta": responses.MessageDelta,
     "message_stop": responses.MessageStop,
     "ping": responses.Ping,
-    "error": responses.MessagesError,
+    "error": MessagesError,
 }
 
 
@@ -54,10 +55,22 @@ def events(exchange: Any) -> list[dict[str, Any]]:
 async def check_refused(api: Any, *, status: int = 400, kind: str = "invalid_request_error", **fields: Any) -> str:
     exchange = await ask(api, **fields)
     assert exchange.status == status, exchange.data
-    error = msgspec.convert(exchange.json(), responses.MessagesError)
+    error = msgspec.convert(exchange.json(), MessagesError)
     assert error.error.type == kind
     assert not api.engine.streams or api.left()
     return error.error.message
+
+
+async def test_refusal_of_a_thread_matches_its_description(api: Any) -> None:
+    assert "thread" in await check_refused(api, thread={"id": "a"})
+
+
+async def test_streamed_message_without_content_has_one_described_text_block(api: Any) -> None:
+    api.engine.script = lambda token_ids, sampling: [
+        Delta(index=0, text="", token_ids=(97,), finish_reason=FinishReason.STOP)
+    ]
+    [start] = [event for event in events(await ask(api, stream=True)) if event["type"] == "content_block_start"]
+    assert start["content_block"] == {"type": "text", "text": "", "citations": None}
 
 
 # --- whole responses ---

@@ -11,9 +11,10 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioserve.api.images import response_types as images
 from trioserve.api.images.image_routes import OPERATIONS, TEXT_PATHS
-from trioserve.api.openai import response_types as operators
+from trioserve.api.operations import health, pausing
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.routes import OPERATIONS as TEXT_OPERATIONS
+from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.testing.memory_server import open_memory_image_server, open_memory_server
 
 PATH = "/v1/images/generations"
@@ -50,12 +51,12 @@ def check_references(document: dict[str, Any], value: Any) -> None:
         ("/v1/models", images.ImageModels),
         ("/v1/models/fake", images.ImageModel),
         ("/v1/requests", images.LiveImageRequests),
-        ("/health", operators.Alive),
-        ("/ready", operators.Ready),
-        ("/load", operators.Load),
-        ("/version", operators.Version),
-        ("/is_paused", operators.IsPaused),
-        ("/is_sleeping", operators.IsSleeping),
+        ("/health", health.Alive),
+        ("/ready", health.Ready),
+        ("/load", EndpointLoad),
+        ("/version", health.Version),
+        ("/is_paused", pausing.IsPaused),
+        ("/is_sleeping", pausing.IsSleeping),
     ],
 )
 async def test_image_responses_match_their_openapi_description(path: str, kind: type) -> None:

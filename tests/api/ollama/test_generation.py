@@ -9,7 +9,8 @@ import msgspec
 import ollama
 import pytest
 
-from trioserve.api.ollama import bodies as responses
+from trioserve.api.ollama import response_types as responses
+from trioserve.api.surface import OllamaError
 from trioserve.contracts.errors import Draining, Overloaded, RequestFailed
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
@@ -57,7 +58,7 @@ async def check_refused(api: Any, asked: Any = CHAT, *, status: int = 400, **fie
     exchange = await ask(api, asked, **fields)
     assert exchange.status == status, exchange.data
     assert not api.engine.streams or api.left()
-    return msgspec.convert(exchange.json(), responses.OllamaError).error
+    return msgspec.convert(exchange.json(), OllamaError).error
 
 
 def text_of(said: dict[str, Any]) -> str:
@@ -373,7 +374,7 @@ async def test_failed_stream_ends_with_an_error_line(api: Any) -> None:
 async def test_unknown_path_has_the_error_shape_of_ollama(api: Any, path: str) -> None:
     exchange = await api.context("POST", path)
     assert exchange.status == 404
-    assert f"there is nothing at {path}" in msgspec.convert(exchange.json(), responses.OllamaError).error
+    assert f"there is nothing at {path}" in msgspec.convert(exchange.json(), OllamaError).error
 
 
 async def test_missing_key_has_the_error_shape_of_ollama(make_api: Any) -> None:
@@ -381,7 +382,7 @@ async def test_missing_key_has_the_error_shape_of_ollama(make_api: Any) -> None:
     for path, body in (CHAT, GENERATE, ("/api/embed", {"input": "a"}), ("/api/show", {})):
         exchange = await api.context("POST", path, body)
         assert exchange.status == 401
-        msgspec.convert(exchange.json(), responses.OllamaError)
+        msgspec.convert(exchange.json(), OllamaError)
         assert (await api.context("POST", path, body, authorization="Bearer first")).status in (200, 400, 500)
     assert (await api.context("GET", "/api/tags")).status == 401
     assert (await api.context("GET", "/api/version")).status == 200

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any
 
-import msgspec
+from msgspec import UNSET, UnsetType
 
-from trioserve.api.anthropic import bodies
+from trioserve.api.anthropic import response_types as types
 from trioserve.api.anthropic.bodies import MESSAGES_RANGES, CountTokensBody, MessagesBody
 from trioserve.api.anthropic.turn import counted_turn, message_turn
 from trioserve.api.generation import PARTIAL_FINISH
 from trioserve.api.request_context import RequestContext
+from trioserve.api.response import encoded_value
 from trioserve.api.route_table import GENERATES, READS_BODY, Forwarding, Operation
 from trioserve.api.sse import KEEP_ALIVE
+from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.streams.resumption import Resumption
-from trioserve.api.surface import ResumableSurface, event, own_statuses
+from trioserve.api.surface import MessagesError, ResumableSurface, event, own_statuses
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.contracts.output import Delta
 from trioserve.text.response_parts import (
@@ -31,8 +32,6 @@ from trioserve.text.response_parts import (
 __all__ = ["OPERATIONS", "BlockEvents", "ContentBlocks", "count_message_tokens", "create_message"]
 
 SIGNATURE_BYTES = 24
-# The model itself made the tool call. The call does not come from a program that the model wrote.
-DIRECT = {"type": "direct"}
 
 
 class _OpenBlock:
@@ -85,51 +84,54 @@ class BlockEvents:
 
         A message without content gets one empty text block, because clients expect a block.
         """
-        pieces = self._begin("text", {"type": "text", "text": ""}) if not self._count else []
+        pieces = self._begin("text", types.TextContent(text="", citations=None)) if not self._count else []
         return b"".join([*pieces, *self._stop()])
 
     def _part(self, part: ResponsePart) -> list[bytes]:
         if isinstance(part, ContentText):
-            pieces = self._begin("text", {"type": "text", "text": "", "citations": None})
-            return [*pieces, self._delta({"type": "text_delta", "text": part.text})] if part.text else pieces
+            pieces = self._begin("text", types.TextContent(text="", citations=None))
+            return [*pieces, self._delta(types.TextDelta(text=part.text))] if part.text else pieces
         if isinstance(part, ReasoningText):
-            pieces = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            pieces = self._begin("thinking", types.ThinkingContent(thinking="", signature=""))
             assert self._open is not None
             self._open.digest.update(part.text.encode("utf-8", "surrogatepass"))
             if self._shows_reasoning and part.text:
-                pieces.append(self._delta({"type": "thinking_delta", "thinking": part.text}))
+                pieces.append(self._delta(types.ThinkingDelta(thinking=part.text)))
             return pieces
         if isinstance(part, ToolCallBegin):
-            block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}, "caller": DIRECT}
+            assert part.id is not None
+            block = types.ToolUseContent(id=part.id, name=part.name, input={}, caller=types.Caller())
             return self._begin("tool_use", block, part.index)
         is_open = self._open is not None and self._open.call_index == part.index
         assert is_open, "arguments or end of a tool call that is not the open block"
         if isinstance(part, ToolCallArguments):
-            return [self._delta({"type": "input_json_delta", "partial_json": part.text})]
+            return [self._delta(types.InputJsonDelta(partial_json=part.text))]
         return self._stop()
 
-    def _begin(self, kind: str, block: dict[str, Any], call_index: int | None = None) -> list[bytes]:
+    def _begin(self, kind: str, block: types.Content, call_index: int | None = None) -> list[bytes]:
         """Return the events that begin a content block, or none if a block of the same kind is already open."""
         if self._open is not None and self._open.kind == kind and self._open.call_index == call_index:
             return []
         stop = self._stop()
         self._open = _OpenBlock(self._count, kind, call_index)
         self._count += 1
-        start = {"type": "content_block_start", "index": self._open.index, "content_block": block}
+        start = types.ContentBlockStart(index=self._open.index, content_block=block)
         return [*stop, event("content_block_start", start)]
 
-    def _delta(self, delta: dict[str, str]) -> bytes:
+    def _delta(
+        self,
+        delta: types.TextDelta | types.ThinkingDelta | types.SignatureDelta | types.InputJsonDelta,
+    ) -> bytes:
         assert self._open is not None
-        value = {"type": "content_block_delta", "index": self._open.index, "delta": delta}
-        return event("content_block_delta", value)
+        return event("content_block_delta", types.ContentBlockDelta(index=self._open.index, delta=delta))
 
     def _stop(self) -> list[bytes]:
         if self._open is None:
             return []
         pieces = []
         if self._open.kind == "thinking":
-            pieces.append(self._delta({"type": "signature_delta", "signature": self._open.signature()}))
-        pieces.append(event("content_block_stop", {"type": "content_block_stop", "index": self._open.index}))
+            pieces.append(self._delta(types.SignatureDelta(signature=self._open.signature())))
+        pieces.append(event("content_block_stop", types.ContentBlockStop(index=self._open.index)))
         self._open = None
         return pieces
 
@@ -148,7 +150,7 @@ class ContentBlocks:
         self._kind: str | None = None
         self._texts: list[str] = []
         self._call: ToolCallBegin | None = None
-        self._blocks: list[dict[str, Any]] = []
+        self._blocks: list[types.Content] = []
 
     def take(self, parts: Iterable[ResponsePart]) -> None:
         for part in parts:
@@ -164,37 +166,34 @@ class ContentBlocks:
                     self._kind = kind
                 self._texts.append(part.text)
 
-    def whole(self) -> list[dict[str, Any]]:
+    def whole(self) -> list[types.Content]:
         """Return all blocks after the response has ended."""
         self._close()
-        return self._blocks or [_text_block("")]
+        return self._blocks or [types.TextContent(text="", citations=None)]
 
     def _close(self) -> None:
         text = "".join(self._texts)
         if self._kind == "text":
-            self._blocks.append(_text_block(text))
+            self._blocks.append(types.TextContent(text=text, citations=None))
         elif self._kind == "thinking":
             signature = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIGNATURE_BYTES).hexdigest()
             shown = text if self._shows_reasoning else ""
-            self._blocks.append({"type": "thinking", "thinking": shown, "signature": signature})
+            self._blocks.append(types.ThinkingContent(thinking=shown, signature=signature))
         self._kind, self._call = None, None
         self._texts.clear()
 
     def _end_call(self) -> None:
         call = self._call
         assert call is not None
+        assert call.id is not None
         # The arguments are the text of the model. In a complete call, they are one JSON object.
-        given = msgspec.Raw("".join(self._texts).encode() or b"{}")
-        self._blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given, "caller": DIRECT})
+        given = encoded_value("".join(self._texts).encode() or b"{}")
+        self._blocks.append(types.ToolUseContent(id=call.id, name=call.name, input=given, caller=types.Caller()))
         self._kind, self._call = None, None
         self._texts.clear()
 
 
-def _text_block(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
-
-
-PING = event("ping", {"type": "ping"})
+PING = event("ping", types.Ping())
 BEGUN = b"1"
 """Resume state of a stream whose message has begun."""
 
@@ -272,7 +271,7 @@ async def count_message_tokens(context: RequestContext) -> None:
     request = counted_turn(body, context.engine.default_sampling)
     with context.engine.tokenizing(owner=context.owner) as texts:
         token_ids = await texts.encode(request.prompt())
-    await context.respond_json({"input_tokens": len(token_ids)})
+    await context.respond_json(types.MessageTokens(input_tokens=len(token_ids)))
 
 
 class _Response:
@@ -289,46 +288,52 @@ class _Response:
         self._last = delta
 
     def start(self, turn: ChatTurn) -> bytes:
-        message = self._message(turn, [], {"stop_reason": None, "stop_sequence": None, "stop_details": None})
-        return event("message_start", {"type": "message_start", "message": message})
+        return event("message_start", types.MessageStart(message=self._begun(turn, [])))
 
     def end(self, turn: ChatTurn) -> bytes:
-        delta = {**self._stop_fields(turn), "container": None}
-        value = {"type": "message_delta", "delta": delta, "usage": _usage(turn), **self._end_fields(turn)}
-        return event("message_delta", value) + event("message_stop", {"type": "message_stop"})
+        delta = types.MessageDelta(
+            delta=self._stop_delta(turn),
+            usage=_usage(turn),
+            weight_versions=turn.stream.weight_versions() or UNSET,
+            resume=self._resume(turn),
+        )
+        return event("message_delta", delta) + event("message_stop", types.MessageStop())
 
-    def whole(self, turn: ChatTurn, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._message(turn, content, self._stop_fields(turn)), **self._end_fields(turn)}
+    def whole(self, turn: ChatTurn, content: list[types.Content]) -> types.MessageResponse:
+        message, stop = self._begun(turn, content), self._stop_delta(turn)
+        message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
+        message.stop_details = stop.stop_details
+        message.weight_versions = turn.stream.weight_versions() or UNSET
+        message.resume = self._resume(turn)
+        return message
 
-    def _message(self, turn: ChatTurn, content: list[dict[str, Any]], stop_fields: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": content,
-            **stop_fields,
-            "container": None,
-            "usage": _usage(turn),
-        }
+    def _begun(self, turn: ChatTurn, content: list[types.Content]) -> types.MessageResponse:
+        return types.MessageResponse(
+            id=self._id,
+            role="assistant",
+            model=self._model,
+            content=content,
+            stop_reason=None,
+            stop_sequence=None,
+            stop_details=None,
+            container=None,
+            usage=_usage(turn),
+        )
 
-    def _stop_fields(self, turn: ChatTurn) -> dict[str, Any]:
+    def _stop_delta(self, turn: ChatTurn) -> types.StopDelta:
         reason, sequence = self._stop(turn)
         details = None
         if reason == PARTIAL_FINISH:
-            details = {"type": PARTIAL_FINISH, "reason": None if self._last is None else self._last.stop_reason}
-        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": details}
+            stop_reason = None if self._last is None else self._last.stop_reason
+            details = types.AbortDetails(reason=None if stop_reason is None else str(stop_reason))
+        return types.StopDelta(stop_reason=reason, stop_sequence=sequence, stop_details=details, container=None)
 
-    def _end_fields(self, turn: ChatTurn) -> dict[str, Any]:
-        """Return weight versions if the weights were replaced, and the resume state of a partial result."""
-        fields: dict[str, Any] = {}
-        if versions := turn.stream.weight_versions():
-            fields["weight_versions"] = versions
-        if turn.choices[0].finish_reason == PARTIAL_FINISH:
-            fields["resume"] = self._resumption.behind([turn.stream])
-        return fields
+    def _resume(self, turn: ChatTurn) -> ResumeBody | UnsetType:
+        """Return the resume state of a partial result. UNSET if the message is complete."""
+        is_partial = turn.choices[0].finish_reason == PARTIAL_FINISH
+        return self._resumption.behind([turn.stream]) if is_partial else UNSET
 
-    def _stop(self, turn: ChatTurn) -> tuple[str, str | None]:
+    def _stop(self, turn: ChatTurn) -> tuple[types.StopReason, str | None]:
         """Return the stop reason, and the stop sequence that ended the message."""
         [choice] = turn.choices
         if choice.finish_reason == PARTIAL_FINISH:
@@ -343,22 +348,22 @@ class _Response:
         return ("stop_sequence", sequence) if isinstance(sequence, str) else ("end_turn", None)
 
 
-def _usage(turn: ChatTurn) -> dict[str, Any]:
+def _usage(turn: ChatTurn) -> types.MessageUsage:
     """Return the token counts. As in Anthropic's API, input_tokens excludes prompt tokens from the prefix cache."""
     usage = turn.usage()
     cached = turn.stream.cached_token_count
     thinking = sum(choice.reasoning_token_count for choice in turn.choices)
-    return {
-        "input_tokens": usage.prompt_tokens - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "cache_creation": None,
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": thinking} if thinking else None,
-        "server_tool_use": None,
-        "service_tier": "standard",
-        "inference_geo": None,
-    }
+    return types.MessageUsage(
+        input_tokens=usage.prompt_tokens - cached,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=cached,
+        cache_creation=None,
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=types.OutputTokensDetails(thinking_tokens=thinking) if thinking else None,
+        server_tool_use=None,
+        service_tier="standard",
+        inference_geo=None,
+    )
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
@@ -373,18 +378,18 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         "prefer to keep the conversation.",
         body=MessagesBody,
         ranges=MESSAGES_RANGES,
-        response=bodies.MessageResponse,
+        response=types.MessageResponse,
         named_events=(
-            bodies.MessageStart,
-            bodies.ContentBlockStart,
-            bodies.ContentBlockDelta,
-            bodies.ContentBlockStop,
-            bodies.MessageDelta,
-            bodies.MessageStop,
-            bodies.Ping,
+            types.MessageStart,
+            types.ContentBlockStart,
+            types.ContentBlockDelta,
+            types.ContentBlockStop,
+            types.MessageDelta,
+            types.MessageStop,
+            types.Ping,
         ),
         errors=own_statuses(GENERATES),
-        error=bodies.MessagesError,
+        error=MessagesError,
         takes_deadlines=True,
     ),
     Operation(
@@ -394,8 +399,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Count the tokens of a conversation, in Anthropic's format",
         forwarding=Forwarding.BY_MODEL,
         body=CountTokensBody,
-        response=bodies.MessageTokens,
+        response=types.MessageTokens,
         errors=own_statuses((*READS_BODY, 404)),
-        error=bodies.MessagesError,
+        error=MessagesError,
     ),
 )

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from trioserve.api.files.stored_files import FILE_KIND
+from trioserve.api.response import Response
 
 __all__ = [
     "BATCH_KIND",
@@ -120,6 +121,57 @@ class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
         return BatchUsage(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
 
 
+class BatchErrors(Response, tag_field="object", tag="list"):
+    data: list[BatchError]
+
+
+class BatchRequestCounts(Response):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchCachedTokens(Response):
+    cached_tokens: int
+
+
+class BatchReasoningTokens(Response):
+    reasoning_tokens: int
+
+
+class BatchTokens(Response):
+    input_tokens: int
+    input_tokens_details: BatchCachedTokens
+    output_tokens: int
+    output_tokens_details: BatchReasoningTokens
+    total_tokens: int
+
+
+class Batch(Response, tag_field="object", tag="batch"):
+    """A batch. Its output files are listed after its end, if they have lines."""
+
+    id: str
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    failed_at: int | None
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchRequestCounts
+    usage: BatchTokens
+    metadata: dict[str, str] | None
+
+
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """State of a batch.
 
@@ -180,38 +232,35 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, status=status, times=times, **fields)
 
 
-def batch_object(batch_id: str, record: BatchRecord) -> dict[str, Any]:
-    """Return a batch in the shape of OpenAI's API. Output files are listed after the end of the batch only.
+def batch_object(batch_id: str, record: BatchRecord) -> Batch:
+    """Describe a batch in OpenAI's format. Output files are listed after the end of the batch only.
 
     Args:
         batch_id: Id of the batch.
         record: State of the batch.
     """
     usage = record.usage
-    return {
-        "id": batch_id,
-        "object": "batch",
-        "endpoint": record.endpoint,
-        "errors": {"object": "list", "data": record.errors} if record.errors else None,
-        "input_file_id": record.input_file_id,
-        "completion_window": record.completion_window,
-        "status": record.status.value,
-        "output_file_id": record.output_file_id if record.is_final and record.completed else None,
-        "error_file_id": record.error_file_id if record.is_final and record.failed else None,
-        "created_at": record.created_at,
-        "expires_at": record.expires_at,
-        **{
-            f"{status.value}_at": record.times.get(status.value)
-            for status in BatchStatus
-            if status is not BatchStatus.VALIDATING
-        },
-        "request_counts": {"total": record.total, "completed": record.completed, "failed": record.failed},
-        "usage": {
-            "input_tokens": usage.input_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-            "total_tokens": usage.input_tokens + usage.output_tokens,
-        },
-        "metadata": record.metadata,
-    }
+    times = {f"{status.value}_at": record.times.get(status.value) for status in BatchStatus}
+    del times["validating_at"]
+    return Batch(
+        id=batch_id,
+        endpoint=record.endpoint,
+        errors=BatchErrors(data=record.errors) if record.errors else None,
+        input_file_id=record.input_file_id,
+        completion_window=record.completion_window,
+        status=record.status,
+        output_file_id=record.output_file_id if record.is_final and record.completed else None,
+        error_file_id=record.error_file_id if record.is_final and record.failed else None,
+        created_at=record.created_at,
+        expires_at=record.expires_at,
+        **times,
+        request_counts=BatchRequestCounts(total=record.total, completed=record.completed, failed=record.failed),
+        usage=BatchTokens(
+            input_tokens=usage.input_tokens,
+            input_tokens_details=BatchCachedTokens(cached_tokens=usage.cached_tokens),
+            output_tokens=usage.output_tokens,
+            output_tokens_details=BatchReasoningTokens(reasoning_tokens=usage.reasoning_tokens),
+            total_tokens=usage.input_tokens + usage.output_tokens,
+        ),
+        metadata=record.metadata,
+    )

@@ -6,16 +6,18 @@ Only the owner of a batch can find it.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from trioserve.api.anthropic.bodies import MessagesError
 from trioserve.api.batches.batch_book import BatchGone
-from trioserve.api.batches.batch_record import BATCH_KIND, BatchRecord, batch_object
+from trioserve.api.batches.batch_record import BATCH_KIND, Batch, BatchRecord, batch_object
 from trioserve.api.batches.message_batches import (
     LIST_ASKED_MAX,
+    MessageBatch,
     MessageBatchBody,
+    MessageBatchDeletion,
+    MessageBatches,
     cancel_message_batch,
     create_message_batch,
     delete_message_batch,
@@ -35,9 +37,10 @@ from trioserve.api.files.stored_files import (
     required_store,
 )
 from trioserve.api.query import LIST_FIELDS, Query
+from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.api.server_context import ServerContext
-from trioserve.api.surface import own_statuses
+from trioserve.api.surface import MessagesError, own_statuses
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import Range
 from trioserve.store.store import LIST_MAX
@@ -46,7 +49,6 @@ from trioserve.store.stored_objects import ReplaceObject, StoredObject
 __all__ = [
     "BATCH_ENDPOINTS",
     "OPERATIONS",
-    "Batch",
     "BatchBody",
     "BatchList",
     "cancel_batch",
@@ -82,6 +84,13 @@ class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
     completion_window: str
     metadata: dict[str, str] | None = None
     output_expires_after: OutputExpiresAfter | None = None
+
+
+class BatchList(Response, tag_field="object", tag="list"):
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 async def create_batch(context: ServerContext) -> None:
@@ -147,13 +156,12 @@ async def list_batches(context: ServerContext) -> None:
         raise InvalidRequest(f"after is {(after or '')[:80]!r}, but there is no such batch", param="after")
     more = page and await store.page(BATCH_KIND, owner=context.owner, after=page[-1].id, limit=1)
     await context.respond_json(
-        {
-            "object": "list",
-            "data": [_shown(stored) for stored in page],
-            "first_id": page[0].id if page else None,
-            "last_id": page[-1].id if page else None,
-            "has_more": bool(more),
-        }
+        BatchList(
+            data=[_shown(stored) for stored in page],
+            first_id=page[0].id if page else None,
+            last_id=page[-1].id if page else None,
+            has_more=bool(more),
+        )
     )
 
 
@@ -186,7 +194,7 @@ async def _batch(context: ServerContext) -> StoredObject:
     return stored
 
 
-def _shown(stored: StoredObject) -> dict[str, object]:
+def _shown(stored: StoredObject) -> Batch:
     return batch_object(stored.id, msgspec.json.decode(stored.body, type=BatchRecord))
 
 
@@ -231,115 +239,6 @@ def _check_metadata(metadata: dict[str, str]) -> None:
                 f"up to {METADATA_VALUE_CHARACTERS_MAX}",
                 param="metadata",
             )
-
-
-class _Described(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    pass
-
-
-class BatchProblem(_Described, kw_only=True):
-    code: str
-    message: str
-    param: str | None
-    line: int | None
-
-
-class BatchProblems(_Described, kw_only=True):
-    object: Literal["list"]
-    data: list[BatchProblem]
-
-
-class BatchRequestCounts(_Described, kw_only=True):
-    total: int
-    completed: int
-    failed: int
-
-
-class BatchCachedTokens(_Described, kw_only=True):
-    cached_tokens: int
-
-
-class BatchReasoningTokens(_Described, kw_only=True):
-    reasoning_tokens: int
-
-
-class BatchTokens(_Described, kw_only=True):
-    input_tokens: int
-    input_tokens_details: BatchCachedTokens
-    output_tokens: int
-    output_tokens_details: BatchReasoningTokens
-    total_tokens: int
-
-
-class Batch(_Described, kw_only=True):
-    """A batch. Its output files are listed after its end, if they have lines."""
-
-    id: str
-    object: Literal["batch"]
-    endpoint: str
-    errors: BatchProblems | None
-    input_file_id: str
-    completion_window: str
-    status: Literal[
-        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
-    ]
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    expires_at: int
-    failed_at: int | None
-    in_progress_at: int | None
-    finalizing_at: int | None
-    completed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: BatchRequestCounts
-    usage: BatchTokens
-    metadata: dict[str, str] | None
-
-
-class BatchList(_Described, kw_only=True):
-    object: Literal["list"]
-    data: list[Batch]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class MessageRequestCounts(_Described, kw_only=True):
-    processing: int
-    succeeded: int
-    errored: int
-    canceled: int
-    expired: int
-
-
-class MessageBatch(_Described, kw_only=True):
-    """A batch of messages. Times are in RFC 3339 format."""
-
-    id: str
-    type: Literal["message_batch"]
-    processing_status: Literal["in_progress", "canceling", "ended"]
-    request_counts: MessageRequestCounts
-    created_at: str
-    expires_at: str
-    ended_at: str | None
-    cancel_initiated_at: str | None
-    archived_at: None
-    results_url: str | None
-
-
-class MessageBatches(_Described, kw_only=True):
-    data: list[MessageBatch]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-
-
-class MessageBatchDeletion(_Described, kw_only=True):
-    id: str
-    type: Literal["message_batch_deleted"]
 
 
 _PATH = "the batch's id"

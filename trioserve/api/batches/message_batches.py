@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,6 +26,7 @@ from trioserve.api.error_responses import refusal
 from trioserve.api.files.stored_files import FileRecord, file_quota, put_file, quota_refused, required_store
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.query import Query
+from trioserve.api.response import Response
 from trioserve.api.server_context import ServerContext
 from trioserve.api.surface import MESSAGES_PATH
 from trioserve.contracts.errors import InvalidRequest
@@ -33,7 +34,10 @@ from trioserve.store.store import LIST_MAX
 from trioserve.store.stored_objects import DeleteObject, Order, StoredObject
 
 __all__ = [
+    "MessageBatch",
     "MessageBatchBody",
+    "MessageBatchDeletion",
+    "MessageBatches",
     "cancel_message_batch",
     "create_message_batch",
     "delete_message_batch",
@@ -51,7 +55,7 @@ INLINE_BYTES_MAX = 65_536
 RESULT_BYTES_MAX = 64 * 2**20  # The longest line of results, which is far above the limit for a response.
 LIST_DEFAULT = 20
 LIST_ASKED_MAX = 1000  # A larger `limit` is refused, as in Anthropic's API. But a page has at most LIST_MAX batches.
-STATUSES = {BatchStatus.CANCELLING: "canceling"}
+STATUSES: dict[BatchStatus, Literal["canceling"]] = {BatchStatus.CANCELLING: "canceling"}
 
 
 class MessageBatchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +76,39 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[_Request]
+
+
+class MessageRequestCounts(Response):
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(Response, tag_field="type", tag="message_batch"):
+    """A batch of messages. Times are in RFC 3339 format."""
+
+    id: str
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageRequestCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None
+    cancel_initiated_at: str | None
+    archived_at: None
+    results_url: str | None
+
+
+class MessageBatches(Response):
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class MessageBatchDeletion(Response, tag_field="type", tag="message_batch_deleted"):
+    id: str
 
 
 async def create_message_batch(context: ServerContext) -> None:
@@ -132,12 +169,12 @@ async def list_message_batches(context: ServerContext) -> None:
     if before is not None:
         page = page[::-1]
     await context.respond_json(
-        {
-            "data": [_shown(stored.id, _record(stored)) for stored in page],
-            "has_more": bool(more),
-            "first_id": page[0].id if page else None,
-            "last_id": page[-1].id if page else None,
-        }
+        MessageBatches(
+            data=[_shown(stored.id, _record(stored)) for stored in page],
+            has_more=bool(more),
+            first_id=page[0].id if page else None,
+            last_id=page[-1].id if page else None,
+        )
     )
 
 
@@ -166,7 +203,7 @@ async def delete_message_batch(context: ServerContext) -> None:
         *(DeleteObject(kind=MESSAGE_FILE_KIND, id=file_id) for file_id in files),
         DeleteObject(kind=MESSAGE_BATCH_KIND, id=stored.id),
     )
-    await context.respond_json({"id": stored.id, "type": "message_batch_deleted"})
+    await context.respond_json(MessageBatchDeletion(id=stored.id))
 
 
 async def read_message_results(context: ServerContext) -> None:
@@ -301,8 +338,8 @@ def _ended(stored: StoredObject, action: str) -> BatchRecord:
     return record
 
 
-def _shown(batch_id: str, record: BatchRecord) -> dict[str, object]:
-    """Return a batch in the shape of Anthropic's API.
+def _shown(batch_id: str, record: BatchRecord) -> MessageBatch:
+    """Describe a batch in Anthropic's format.
 
     Counts are reported after the end of the batch. Until then, all requests count as processing, as in Anthropic's API.
     """
@@ -311,24 +348,23 @@ def _shown(batch_id: str, record: BatchRecord) -> dict[str, object]:
     ended = [times[status] for status in ("completed", "expired", "cancelled", "failed") if status in times]
     # A failed batch counts its lines without a result as errors, because the server failed.
     lost = record.total - record.completed - record.failed
-    return {
-        "id": batch_id,
-        "type": "message_batch",
-        "processing_status": "ended" if is_ended else STATUSES.get(record.status, "in_progress"),
-        "request_counts": {
-            "processing": 0 if is_ended else record.total,
-            "succeeded": record.completed if is_ended else 0,
-            "errored": record.failed - record.dropped + lost if is_ended else 0,
-            "canceled": record.dropped if is_ended and not record.is_expired else 0,
-            "expired": record.dropped if is_ended and record.is_expired else 0,
-        },
-        "created_at": _time(record.created_at),
-        "expires_at": _time(record.expires_at),
-        "ended_at": _time(ended[0]) if is_ended else None,
-        "cancel_initiated_at": _time(times["cancelling"]) if "cancelling" in times else None,
-        "archived_at": None,
-        "results_url": f"{BATCHES_PATH}/{batch_id}/results" if is_ended else None,
-    }
+    return MessageBatch(
+        id=batch_id,
+        processing_status="ended" if is_ended else STATUSES.get(record.status, "in_progress"),
+        request_counts=MessageRequestCounts(
+            processing=0 if is_ended else record.total,
+            succeeded=record.completed if is_ended else 0,
+            errored=record.failed - record.dropped + lost if is_ended else 0,
+            canceled=record.dropped if is_ended and not record.is_expired else 0,
+            expired=record.dropped if is_ended and record.is_expired else 0,
+        ),
+        created_at=_time(record.created_at),
+        expires_at=_time(record.expires_at),
+        ended_at=_time(ended[0]) if is_ended else None,
+        cancel_initiated_at=_time(times["cancelling"]) if "cancelling" in times else None,
+        archived_at=None,
+        results_url=f"{BATCHES_PATH}/{batch_id}/results" if is_ended else None,
+    )
 
 
 def _time(seconds: float) -> str:

@@ -9,10 +9,10 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.api.embeddings.bodies import Priority
 from trioserve.api.openai.request_types import check_cache_salt
-from trioserve.api.openai.response_types import Response
+from trioserve.api.response import Response
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["Choice", "Decisions", "DecisionsBody", "InputMessage", "Level", "Question"]
+__all__ = ["Decisions", "DecisionsBody", "Question"]
 
 # The number is limited, because each question is a prompt. All prompts share the blocks of the input.
 QUESTIONS_MAX = 64
@@ -171,7 +171,11 @@ class ScoreAnswer(Response, tag_field="type", tag="score"):
     confidence: float
 
 
-class NamedAnswer(msgspec.Struct, forbid_unknown_fields=True):
+OpenAIAnswer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
+"""Answer in OpenAI's format."""
+
+
+class NamedAnswer(Response):
     """Answer in SGLang's format.
 
     Attributes:
@@ -216,7 +220,7 @@ class Decisions(Response):
     """
 
     model: str
-    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer] | dict[str, NamedAnswer]
+    answers: list[OpenAIAnswer] | dict[str, NamedAnswer]
     usage: DecisionsUsage
     object: Literal["decisions"] | UnsetType = UNSET
     prompt_format_version: int | UnsetType = UNSET

@@ -11,10 +11,13 @@ import json
 import math
 import string
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
-from trioserve.api.decisions.bodies import Choice, Decisions, DecisionsBody, Level, Question
-from trioserve.api.embeddings.embeddings import pool
+from msgspec import UNSET
+
+from trioserve.api.decisions import bodies
+from trioserve.api.decisions.bodies import DecisionsBody, OpenAIAnswer, Question
+from trioserve.api.embeddings.embeddings import PoolingResponse, pool
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.contracts.errors import InvalidRequest
@@ -25,6 +28,7 @@ from trioserve.text.chat_messages import check_shape
 __all__ = ["OPERATIONS", "create_decisions"]
 
 T = TypeVar("T")
+AnswerType = TypeVar("AnswerType")
 
 # All known tokenizers encode each of these letters as one token after a chat template.
 LETTERS = tuple(string.ascii_uppercase)
@@ -64,18 +68,18 @@ class LabelWeights(NamedTuple):
         return max(self.probabilities) * self.mass
 
 
-class QuestionPrompt(NamedTuple):
+class QuestionPrompt(NamedTuple, Generic[AnswerType]):
     """Prompt of one question.
 
     Attributes:
         text: text after the input.
         labels: possible next tokens, one for each answer.
-        answer: converts the labels' probabilities into the JSON of the answer.
+        answer: converts the labels' probabilities into the answer.
     """
 
     text: str
     labels: tuple[str, ...]
-    answer: Callable[[LabelWeights], dict[str, object]]
+    answer: Callable[[LabelWeights], AnswerType]
 
 
 def has_ids(questions: Sequence[Question]) -> bool:
@@ -107,24 +111,10 @@ def has_ids(questions: Sequence[Question]) -> bool:
     return True
 
 
-def question_prompt(question: Question, place: str, *, in_sglang_format: bool) -> QuestionPrompt:
-    """Make the prompt of a question.
-
-    Args:
-        question: one question.
-        place: path of the question in the body.
-        in_sglang_format: True: SGLang's format. False: OpenAI's format.
-
-    Raises:
-        InvalidRequest: a field is missing or has a bad value.
-    """
-    return _sglang_prompt(question, place) if in_sglang_format else _openai_prompt(question, place)
-
-
 # --- OpenAI's format ---
 
 
-def _openai_prompt(question: Question, place: str) -> QuestionPrompt:
+def _openai_prompt(question: Question, place: str) -> QuestionPrompt[OpenAIAnswer]:
     if question.instructions is None:
         raise InvalidRequest(f"{place} has no instructions", param=f"{place}.instructions")
     if question.type == "yes_no":
@@ -135,7 +125,7 @@ def _openai_prompt(question: Question, place: str) -> QuestionPrompt:
         return _lettered(
             question.instructions,
             [("false", None), ("true", None)],
-            lambda weights: {"type": "predicate", "name": question.name, "probability": weights.probabilities[1]},
+            lambda weights: bodies.PredicateAnswer(name=question.name, probability=weights.probabilities[1]),
         )
     if question.type == "choice":
         choices = _counted(question.choices, f"{place}.choices", LETTERS)
@@ -144,40 +134,38 @@ def _openai_prompt(question: Question, place: str) -> QuestionPrompt:
         return _lettered(
             question.instructions,
             [(json.dumps(v, ensure_ascii=False), c.description) for v, c in zip(values, choices, strict=True)],
-            lambda weights: {
-                "type": "choice",
-                "name": question.name,
-                "choice": values[weights.best],
-                "probabilities": [
-                    {"value": value, "probability": probability}
+            lambda weights: bodies.ChoiceAnswer(
+                name=question.name,
+                choice=values[weights.best],
+                probabilities=[
+                    bodies.ChoiceProbability(value=value, probability=probability)
                     for value, probability in zip(values, weights.probabilities, strict=True)
                 ],
-                "confidence": weights.confidence,
-            },
+                confidence=weights.confidence,
+            ),
         )
     levels = [
-        level if isinstance(level, Level) else Level(label=level)
+        level if isinstance(level, bodies.Level) else bodies.Level(label=level)
         for level in _counted(question.levels, f"{place}.levels", DIGITS)
     ]
     return _lettered(
         question.instructions,
         [(level.label, level.description) for level in levels],
-        lambda weights: {
-            "type": "score",
-            "name": question.name,
-            "score": weights.expected,
-            "probabilities": [
-                {"value": index, "label": level.label, "probability": probability}
+        lambda weights: bodies.ScoreAnswer(
+            name=question.name,
+            score=weights.expected,
+            probabilities=[
+                bodies.ScoreProbability(value=index, label=level.label, probability=probability)
                 for index, (level, probability) in enumerate(zip(levels, weights.probabilities, strict=True))
             ],
-            "confidence": weights.confidence,
-        },
+            confidence=weights.confidence,
+        ),
     )
 
 
 def _lettered(
-    instructions: str, options: Sequence[tuple[str, str | None]], answer: Callable[[LabelWeights], dict[str, object]]
-) -> QuestionPrompt:
+    instructions: str, options: Sequence[tuple[str, str | None]], answer: Callable[[LabelWeights], OpenAIAnswer]
+) -> QuestionPrompt[OpenAIAnswer]:
     labels = LETTERS[: len(options)]
     lines = [f"Question: {instructions}"] if instructions else []
     return QuestionPrompt("\n".join([*lines, *_lines(labels, options), ONE_LETTER]), labels, answer)
@@ -186,7 +174,7 @@ def _lettered(
 # --- SGLang's format ---
 
 
-def _sglang_prompt(question: Question, place: str) -> QuestionPrompt:
+def _sglang_prompt(question: Question, place: str) -> QuestionPrompt[bodies.NamedAnswer]:
     if not (question.question or "").strip():
         raise InvalidRequest(f"{place} has no question", param=f"{place}.question")
     if question.type == "predicate":
@@ -213,17 +201,16 @@ def _sglang_prompt(question: Question, place: str) -> QuestionPrompt:
         lines = [f"Is the following true? {question.question}"]
         lines += [*(f"{label}: {meaning}" for label, meaning in meanings if meaning), YES_OR_NO]
 
-    def answer(weights: LabelWeights) -> dict[str, object]:
-        answered: dict[str, object] = {
-            "type": question.type,
-            "probabilities": dict(zip(names, weights.probabilities, strict=True)),
-            "label_mass": weights.mass,
-        }
-        if question.type == "choice":
-            answered["choice"] = names[weights.best]
-        elif question.type == "score":
-            answered["score"] = weights.expected
-        return answered
+    kind: Literal["choice", "score", "yes_no"] = question.type
+
+    def answer(weights: LabelWeights) -> bodies.NamedAnswer:
+        return bodies.NamedAnswer(
+            type=kind,
+            probabilities=dict(zip(names, weights.probabilities, strict=True)),
+            label_mass=weights.mass,
+            choice=names[weights.best] if kind == "choice" else UNSET,
+            score=weights.expected if kind == "score" else UNSET,
+        )
 
     return QuestionPrompt("\n".join(lines), labels, answer)
 
@@ -250,13 +237,13 @@ def _check_distinct(values: Sequence[object], place: str) -> None:
         raise InvalidRequest(f"{place} has two equal entries", param=place)
 
 
-def _value_of(choice: Choice, place: str) -> str | bool:
+def _value_of(choice: bodies.Choice, place: str) -> str | bool:
     if choice.value is None:
         raise InvalidRequest(f"{place} has no value", param=f"{place}.value")
     return choice.value
 
 
-def _name_of(option: Choice, place: str) -> str:
+def _name_of(option: bodies.Choice, place: str) -> str:
     if not (option.name or "").strip():
         raise InvalidRequest(f"{place} has no name", param=f"{place}.name")
     assert option.name is not None, "checked above"
@@ -273,17 +260,48 @@ async def create_decisions(context: RequestContext) -> None:
     model = context.model_name(body.model)
     body.check()
     check_shape(body.chat_template_kwargs, "chat_template_kwargs")
-    by_id = has_ids(body.questions)
-    questions = [
-        question_prompt(question, f"questions[{index}]", in_sglang_format=by_id)
-        for index, question in enumerate(body.questions)
-    ]
-    text = body.text
+    if has_ids(body.questions):
+        prompts = [_sglang_prompt(question, f"questions[{index}]") for index, question in enumerate(body.questions)]
+        answers, response = await _answers(context, body, prompts)
+        decisions = bodies.Decisions(
+            model=model,
+            answers={question.id or "": answer for question, answer in zip(body.questions, answers, strict=True)},
+            usage=bodies.DecisionsUsage(
+                prompt_tokens=response.usage.prompt_tokens,
+                completion_tokens=response.usage.completion_tokens,
+                total_tokens=response.usage.total_tokens,
+            ),
+            object="decisions",
+            prompt_format_version=PROMPT_FORMAT_VERSION,
+        )
+    else:
+        lettered = [_openai_prompt(question, f"questions[{index}]") for index, question in enumerate(body.questions)]
+        chosen, response = await _answers(context, body, lettered)
+        decisions = bodies.Decisions(
+            model=model,
+            answers=chosen,
+            usage=bodies.DecisionsUsage(
+                input_tokens=response.usage.prompt_tokens,
+                input_tokens_details=bodies.InputTokensDetails(
+                    cached_tokens=response.cached_token_count, cache_write_tokens=0
+                ),
+                output_tokens=0,
+                output_tokens_details=bodies.OutputTokensDetails(reasoning_tokens=0),
+                total_tokens=response.usage.total_tokens,
+            ),
+        )
+    await context.respond_json(decisions)
+
+
+async def _answers(
+    context: RequestContext, body: DecisionsBody, questions: Sequence[QuestionPrompt[AnswerType]]
+) -> tuple[list[AnswerType], PoolingResponse]:
+    """Compute the answer to each question, in order."""
     arguments = WITHOUT_REASONING | (body.chat_template_kwargs or {})
     prompts = [
         LabelledPrompt(
             ChatPrompt(
-                messages=[{"role": "user", "content": f"{text}\n\n{question.text}"}], template_arguments=arguments
+                messages=[{"role": "user", "content": f"{body.text}\n\n{question.text}"}], template_arguments=arguments
             ),
             question.labels,
         )
@@ -297,31 +315,7 @@ async def create_decisions(context: RequestContext) -> None:
         question.answer(LabelWeights.of(one.values(), temperature))
         for question, one in zip(questions, response.pooled, strict=True)
     ]
-    if by_id:
-        answered: dict[str, object] = {
-            "object": "decisions",
-            "model": model,
-            "prompt_format_version": PROMPT_FORMAT_VERSION,
-            "answers": {question.id: answer for question, answer in zip(body.questions, answers, strict=True)},
-            "usage": response.usage,
-        }
-    else:
-        answered = {
-            "model": model,
-            "answers": answers,
-            "usage": _usage(response.usage.prompt_tokens, response.cached_token_count),
-        }
-    await context.respond_json(answered)
-
-
-def _usage(token_count: int, cached_token_count: int) -> dict[str, object]:
-    return {
-        "input_tokens": token_count,
-        "input_tokens_details": {"cached_tokens": cached_token_count, "cache_write_tokens": 0},
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": token_count,
-    }
+    return answers, response
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
@@ -334,7 +328,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         description="Questions have OpenAI's format, as in vLLM, or SGLang's format with ids. The answers have the "
         "same format. Fields that are not named here are ignored.",
         body=DecisionsBody,
-        response=Decisions,
+        response=bodies.Decisions,
         errors=GENERATES,
         takes_deadlines=True,
     ),

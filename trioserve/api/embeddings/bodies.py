@@ -8,12 +8,24 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.api.openai.request_types import Int32, check_cache_salt
-from trioserve.api.openai.response_types import Response
+from trioserve.api.response import Response
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import DIMENSIONS_MAX, PoolingParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 
-__all__ = ["Embeddings", "EmbeddingsBody", "PoolingBody", "RerankBody", "Reranked", "ScoreBody", "Scores"]
+__all__ = [
+    "Embedding",
+    "Embeddings",
+    "EmbeddingsBody",
+    "PoolingBody",
+    "RankedDocument",
+    "RankedResult",
+    "RerankBody",
+    "Reranked",
+    "Score",
+    "ScoreBody",
+    "Scores",
+]
 
 Priority = Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)]
 TruncateTo = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
@@ -119,21 +131,19 @@ class PoolingUsage(Response):
     completion_tokens: int = 0
 
 
-class Embedding(Response):
+class Embedding(Response, tag_field="object", tag="embedding"):
     """One vector.
 
     Attributes:
         embedding: list of numbers, or base64 of float32 in little-endian order.
     """
 
-    object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | bytes
 
 
-class Embeddings(Response):
+class Embeddings(Response, tag_field="object", tag="list"):
     id: str
-    object: Literal["list"]
     created: int
     model: str
     data: list[Embedding]
@@ -169,15 +179,13 @@ class Reranked(Response):
     usage: PoolingUsage
 
 
-class Score(Response):
-    object: Literal["score"]
+class Score(Response, tag_field="object", tag="score"):
     index: int
     score: float
 
 
-class Scores(Response):
+class Scores(Response, tag_field="object", tag="list"):
     id: str
-    object: Literal["list"]
     created: int
     model: str
     data: list[Score]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-import msgspec
-
-from trioserve.api.embeddings.bodies import Embeddings, EmbeddingsBody, PoolingUsage
+from trioserve.api.embeddings.bodies import Embedding, Embeddings, EmbeddingsBody, PoolingUsage
 from trioserve.api.generation import read_streams
 from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.request_types import TokenizeBody, deadlines_of
 from trioserve.api.request_context import AsksPooling, RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
-from trioserve.api.sse import encode
 from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
@@ -25,7 +21,9 @@ from trioserve.contracts.prompt import Prompt
 if TYPE_CHECKING:
     from trioserve.engine.request_stream import PoolingStream
 
-__all__ = ["OPERATIONS", "add_vectors", "create_embeddings", "pool"]
+__all__ = ["OPERATIONS", "PoolingResponse", "add_vectors", "create_embeddings", "pool"]
+
+T = TypeVar("T")
 
 
 class PoolingResponse(NamedTuple):
@@ -111,14 +109,13 @@ async def create_embeddings(context: RequestContext) -> None:
     write = _as_base64 if body.encoding_format == "base64" else _as_numbers
     await context.respond_large(
         large,
-        {
-            "id": f"embd-{context.request_id}",
-            "object": "list",
-            "created": context.clock_and_ids.unix_seconds(),
-            "model": model,
-            "usage": response.usage,
-            "data": await add_vectors(large, response.pooled, write),
-        },
+        Embeddings(
+            id=f"embd-{context.request_id}",
+            created=context.clock_and_ids.unix_seconds(),
+            model=model,
+            data=await add_vectors(large, response.pooled, write),
+            usage=response.usage,
+        ),
     )
 
 
@@ -144,29 +141,25 @@ def _inputs(context: RequestContext, body: EmbeddingsBody) -> list[Prompt]:
     return cast("list[Prompt]", given)
 
 
-def _as_base64(index: int, vector: PoolingResult) -> bytes:
-    return _embedding(index, b'"%b"' % base64.b64encode(vector.data))
+def _as_base64(index: int, vector: PoolingResult) -> Embedding:
+    return Embedding(index=index, embedding=vector.data)
 
 
-def _as_numbers(index: int, vector: PoolingResult) -> bytes:
-    return _embedding(index, encode(vector.values()))
-
-
-def _embedding(index: int, value: bytes) -> bytes:
-    return b'{"object":"embedding","index":%d,"embedding":%b}' % (index, value)
+def _as_numbers(index: int, vector: PoolingResult) -> Embedding:
+    return Embedding(index=index, embedding=vector.values())
 
 
 async def add_vectors(
-    large: LargeJson, vectors: Sequence[PoolingResult], written: Callable[[int, PoolingResult], bytes]
-) -> msgspec.Raw:
+    large: LargeJson, vectors: Sequence[PoolingResult], written: Callable[[int, PoolingResult], T]
+) -> list[T]:
     """Encode a list of vectors, which `large` then sends.
 
     Args:
         large: encodes large lists.
         vectors: the vectors.
-        written: returns the JSON of a vector, from its index and the vector.
+        written: returns the entry of the list, from the vector's index and the vector.
     """
-    return await large.add_encoded(
+    return await large.add_one_by_one(
         (len(vector), functools.partial(written, index, vector)) for index, vector in enumerate(vectors)
     )
 

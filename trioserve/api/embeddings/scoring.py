@@ -9,8 +9,19 @@ import operator
 from collections.abc import Callable, Sequence
 
 import trio
+from msgspec import UNSET
 
-from trioserve.api.embeddings.bodies import PoolingBody, PoolingUsage, RerankBody, Reranked, ScoreBody, Scores
+from trioserve.api.embeddings.bodies import (
+    PoolingBody,
+    PoolingUsage,
+    RankedDocument,
+    RankedResult,
+    RerankBody,
+    Reranked,
+    Score,
+    ScoreBody,
+    Scores,
+)
 from trioserve.api.embeddings.embeddings import pool
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
@@ -59,15 +70,15 @@ async def rerank(context: RequestContext) -> None:
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     scores, usage = await _scores(context, body, [body.query], texts, ("query", "documents"))
     best_first = sorted(range(len(texts)), key=lambda index: -scores[index])
-    results: list[dict[str, object]] = []
-    for index in best_first[: body.top_n or None]:
-        result: dict[str, object] = {"index": index, "relevance_score": scores[index]}
-        if body.return_documents is not False:
-            result["document"] = {"text": texts[index]}
-        results.append(result)
-    await context.respond_json(
-        {"id": f"rerank-{context.request_id}", "model": model, "results": results, "usage": usage}
-    )
+    results = [
+        RankedResult(
+            index=index,
+            relevance_score=scores[index],
+            document=UNSET if body.return_documents is False else RankedDocument(text=texts[index]),
+        )
+        for index in best_first[: body.top_n or None]
+    ]
+    await context.respond_json(Reranked(id=f"rerank-{context.request_id}", model=model, results=results, usage=usage))
 
 
 async def score(context: RequestContext) -> None:
@@ -77,14 +88,13 @@ async def score(context: RequestContext) -> None:
     left, right, names = _sides(body)
     scores, usage = await _scores(context, body, left, right, names)
     await context.respond_json(
-        {
-            "id": f"score-{context.request_id}",
-            "object": "list",
-            "created": context.clock_and_ids.unix_seconds(),
-            "model": model,
-            "data": [{"object": "score", "index": index, "score": value} for index, value in enumerate(scores)],
-            "usage": usage,
-        }
+        Scores(
+            id=f"score-{context.request_id}",
+            created=context.clock_and_ids.unix_seconds(),
+            model=model,
+            data=[Score(index=index, score=value) for index, value in enumerate(scores)],
+            usage=usage,
+        )
     )
 
 

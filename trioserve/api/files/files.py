@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -12,7 +12,9 @@ from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files.stored_files import (
     FILE_KIND,
     PURPOSES,
+    File,
     FileRecord,
+    Purpose,
     file_not_found,
     file_object,
     file_quota,
@@ -24,6 +26,7 @@ from trioserve.api.files.stored_files import (
 )
 from trioserve.api.form import INLINE_BYTES_MAX, Form, parsed_form
 from trioserve.api.query import LIST_FIELDS, Query
+from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.api.server_context import ServerContext
 from trioserve.contracts.errors import InvalidRequest
@@ -35,7 +38,6 @@ __all__ = [
     "EXPIRY_SECONDS_MIN",
     "FILE_LIST_MAX",
     "OPERATIONS",
-    "File",
     "FileDeletion",
     "FileForm",
     "Files",
@@ -53,19 +55,31 @@ EXPIRY_SECONDS_MIN = 3600
 EXPIRY_SECONDS_MAX = 30 * 86_400
 
 
+class Files(Response, tag_field="object", tag="list"):
+    data: list[File]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeletion(Response, tag_field="object", tag="file"):
+    id: str
+    deleted: bool
+
+
 class Upload(msgspec.Struct, frozen=True, kw_only=True):
     """An uploaded file.
 
     Attributes:
         content: bytes of the file.
         filename: name that the client gave.
-        purpose: one of PURPOSES.
+        purpose: purpose that the client gave.
         seconds: time until the file expires. None: the store's default.
     """
 
     content: bytes
     filename: str
-    purpose: str
+    purpose: Purpose
     seconds: float | None
 
 
@@ -165,13 +179,12 @@ async def list_files(context: ServerContext) -> None:
         after = page[-1].id
     shown = found[:limit]
     await context.respond_json(
-        {
-            "object": "list",
-            "data": [file_object(stored) for stored in shown],
-            "first_id": shown[0].id if shown else None,
-            "last_id": shown[-1].id if shown else None,
-            "has_more": len(found) > limit,
-        }
+        Files(
+            data=[file_object(stored) for stored in shown],
+            first_id=shown[0].id if shown else None,
+            last_id=shown[-1].id if shown else None,
+            has_more=len(found) > limit,
+        )
     )
 
 
@@ -219,7 +232,7 @@ async def delete_file(context: ServerContext) -> None:
         if batch_id is not None:
             raise _in_use(file_id, batch_id)
         await store.settle(DeleteObject(kind=FILE_KIND, id=file_id))
-    await context.respond_json({"id": file_id, "object": "file", "deleted": True})
+    await context.respond_json(FileDeletion(id=file_id, deleted=True))
 
 
 def _in_use(file_id: str, batch_id: str) -> Refusal:
@@ -231,35 +244,6 @@ def _in_use(file_id: str, batch_id: str) -> Refusal:
 
 def _file_id(context: ServerContext) -> str:
     return context.exchange.path.split("/")[3]
-
-
-Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
-
-
-class File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: Purpose | Literal["batch_output"]
-    status: Literal["processed"]
-    status_details: None
-
-
-class Files(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    object: Literal["list"]
-    data: list[File]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class FileDeletion(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    id: str
-    object: Literal["file"]
-    deleted: bool
 
 
 class FileForm(msgspec.Struct, kw_only=True):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Literal, get_args
 
 import msgspec
 
 from trioserve.api.error_responses import Refusal, refusal
+from trioserve.api.response import Response
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import BLOB_PIECE_BYTES_MAX, Store
 from trioserve.store.stored_objects import AppendBlob, Change, PutObject, Quota, QuotaExceeded, StoredObject
@@ -16,7 +17,9 @@ from trioserve.store.stored_objects import AppendBlob, Change, PutObject, Quota,
 __all__ = [
     "FILE_KIND",
     "PURPOSES",
+    "File",
     "FileRecord",
+    "Purpose",
     "file_not_found",
     "file_object",
     "file_quota",
@@ -28,7 +31,9 @@ __all__ = [
 ]
 
 FILE_KIND = "file"
-PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
+"""Purposes of uploaded files."""
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 FILES_OF_ONE_MAX = 1000  # The number is limited, because each upload counts the files of its owner.
 SHARE_OF_ONE_MAX = 0.5  # An owner's files may use this fraction of the store, because files stay until they expire.
 
@@ -38,11 +43,22 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         filename: name that the client gave.
-        purpose: one of PURPOSES, or "batch_output".
+        purpose: purpose of an upload, or "batch_output".
     """
 
     filename: str
-    purpose: str
+    purpose: Purpose | Literal["batch_output"]
+
+
+class File(Response, tag_field="object", tag="file"):
+    id: str
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Purpose | Literal["batch_output"]
+    status: Literal["processed"]
+    status_details: None
 
 
 def put_file(
@@ -77,24 +93,23 @@ def record_of(stored: StoredObject) -> FileRecord:
     return msgspec.json.decode(stored.body, type=FileRecord)
 
 
-def file_object(stored: StoredObject) -> dict[str, Any]:
-    """Return the file's JSON in OpenAI's API.
+def file_object(stored: StoredObject) -> File:
+    """Describe a file in OpenAI's format.
 
     Args:
         stored: a stored file.
     """
     record = record_of(stored)
-    return {
-        "id": stored.id,
-        "object": "file",
-        "bytes": stored.blob_bytes,
-        "created_at": int(stored.created_at),
-        "expires_at": int(stored.expires_at),
-        "filename": record.filename,
-        "purpose": record.purpose,
-        "status": "processed",
-        "status_details": None,
-    }
+    return File(
+        id=stored.id,
+        bytes=stored.blob_bytes,
+        created_at=int(stored.created_at),
+        expires_at=int(stored.expires_at),
+        filename=record.filename,
+        purpose=record.purpose,
+        status="processed",
+        status_details=None,
+    )
 
 
 async def read_file(store: Store, file_id: str, owner: str | None, *, param: str | None = None) -> StoredObject:

@@ -189,8 +189,7 @@ async def _made(
         raise body.as_sent(error) from None
     if body.stream:
         return None
-    head = {"id": f"img-{context.request_id}", "model": model}
-    begin, end = writer.around(head, steps=sum(context.steps_done.values()))
+    begin, end = writer.around(f"img-{context.request_id}", model, steps=sum(context.steps_done.values()))
     return WholeResponse(begin, entries, end)
 
 

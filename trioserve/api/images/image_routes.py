@@ -42,8 +42,8 @@ __all__ = ["OPERATIONS", "ImageApp"]
 
 
 async def list_image_models(context: ImageContext) -> None:
-    data = [_card(context, name) for name in context.served_names]
-    await context.respond_json({"object": "list", "data": data})
+    models = [_model(context, name) for name in context.served_names]
+    await context.respond_json(response_types.ImageModels(data=models))
 
 
 async def read_image_model(context: ImageContext) -> None:
@@ -55,39 +55,38 @@ async def read_image_model(context: ImageContext) -> None:
     Raises:
         UnknownModel: The model is not served.
     """
-    await context.respond_json(_card(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
+    await context.respond_json(_model(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
 
 
-def _card(context: ImageContext, name: str) -> dict[str, Any]:
+def _model(context: ImageContext, name: str) -> response_types.ImageModel:
     model, limits = context.engine.model, context.engine.limits
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created_at,
-        "owned_by": "trioserve",
-        "root": model.source,
-        "parent": None,
-        "family": model.family,
-        "fingerprint": model.fingerprint,
-        "image": {
-            "size": f"{model.width}x{model.height}",
-            "side_multiple": model.side_multiple,
-            "side_min": model.side_min,
-            "side_max": model.side_max,
-            "pixels_max": limits.pixels_max,
-            "steps": min(model.steps, limits.steps_max),
-            "steps_max": limits.steps_max,
-            "guidance": model.guidance,
-            "takes_guidance": model.takes_guidance,
-            "samplers": model.samplers,
-            "classes": model.classes,
-            "n_max": limits.n_max,
-            "takes_negative_prompt": model.takes_negative,
-            "takes_images": model.takes_images,
-            "partial_images_max": PARTIAL_IMAGES_MAX,
-            "output_formats": IMAGE_FORMATS,
-        },
-    }
+    return response_types.ImageModel(
+        id=name,
+        created=model.created_at,
+        owned_by="trioserve",
+        root=model.source,
+        parent=None,
+        family=model.family,
+        fingerprint=model.fingerprint,
+        image=response_types.ImageModelTakes(
+            size=f"{model.width}x{model.height}",
+            side_multiple=model.side_multiple,
+            side_min=model.side_min,
+            side_max=model.side_max,
+            pixels_max=limits.pixels_max,
+            steps=min(model.steps, limits.steps_max),
+            steps_max=limits.steps_max,
+            guidance=model.guidance,
+            takes_guidance=model.takes_guidance,
+            samplers=model.samplers,
+            classes=model.classes,
+            n_max=limits.n_max,
+            takes_negative_prompt=model.takes_negative,
+            takes_images=model.takes_images,
+            partial_images_max=PARTIAL_IMAGES_MAX,
+            output_formats=IMAGE_FORMATS,
+        ),
+    )
 
 
 TEXT_PATHS = (
@@ -107,25 +106,20 @@ TEXT_PATHS = (
 
 async def list_image_requests(context: ImageContext) -> None:
     views = context.engine.live_requests(owner=context.caller.lists)
-    await context.respond_json(
-        {
-            "object": "list",
-            "data": [
-                {
-                    "id": view.id,
-                    "object": "request",
-                    "state": view.state,
-                    "phase": view.phase.value,
-                    "priority": view.priority,
-                    "age_seconds": round(view.age_seconds, 3),
-                    "pictures": view.image_count,
-                    "steps_done": view.steps_done,
-                    "step_count": view.step_count,
-                }
-                for view in views
-            ],
-        }
-    )
+    requests = [
+        response_types.LiveImageRequest(
+            id=view.id,
+            state=view.state,
+            phase=view.phase,
+            priority=view.priority,
+            age_seconds=round(view.age_seconds, 3),
+            pictures=view.image_count,
+            steps_done=view.steps_done,
+            step_count=view.step_count,
+        )
+        for view in views
+    ]
+    await context.respond_json(response_types.LiveImageRequests(data=requests))
 
 
 async def read_image_openapi(context: ImageContext) -> None:

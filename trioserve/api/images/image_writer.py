@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from trioserve.api.sse import encode, one_line_json
+from trioserve.api.images import response_types as types
+from trioserve.api.images.response_types import ImageUsage
+from trioserve.api.sse import encode
+from trioserve.api.surface import event
 from trioserve.contracts.image_generation import ImageDelta, ImageModelDescription, RGBImage
 from trioserve.vision.image_file import ImageFormat, encoded_image
 
@@ -14,6 +16,15 @@ __all__ = ["EventKind", "ImageWriter"]
 
 EventKind = Literal["image_generation", "image_edit"]
 """First part of the names of events."""
+
+EVENTS: dict[EventKind, tuple[type[types.Progress], type[types.Partial], type[types.Completed]]] = {
+    "image_generation": (
+        types.GenerationProgress,
+        types.GenerationPartial,
+        types.GenerationCompleted,
+    ),
+    "image_edit": (types.EditProgress, types.EditPartial, types.EditCompleted),
+}
 
 
 class ImageWriter:
@@ -54,8 +65,7 @@ class ImageWriter:
         Args:
             delta: The step.
         """
-        name = f"{self._kind}.progress"
-        return _event(name, one_line_json({"type": name, **self._progress(delta)}))
+        return _event(EVENTS[self._kind][0](**self._progress(delta)))
 
     def partial(self, delta: ImageDelta, partial_index: int) -> bytes:
         """Return the event with a partial image.
@@ -64,7 +74,8 @@ class ImageWriter:
             delta: The step.
             partial_index: Index among the partial images of this image.
         """
-        return self._image_event("partial_image", delta, {"partial_image_index": partial_index})
+        kind = EVENTS[self._kind][1]
+        return _event(kind(**self._image(delta), partial_image_index=partial_index))
 
     def completed(self, delta: ImageDelta) -> bytes:
         """Return the event with a complete image.
@@ -72,7 +83,8 @@ class ImageWriter:
         Args:
             delta: The last step of the image.
         """
-        return self._image_event("completed", delta, {"usage": self._usage(1, steps=delta.steps_done)})
+        kind = EVENTS[self._kind][2]
+        return _event(kind(**self._image(delta), usage=self._usage(1, steps=delta.steps_done)))
 
     def entry(self, delta: ImageDelta) -> bytes:
         """Return the JSON object of an image in a whole response.
@@ -80,24 +92,23 @@ class ImageWriter:
         Args:
             delta: The last step of the image.
         """
-        fields = encode({"seed": self._seeds[delta.index], "revised_prompt": None})
-        return b'{"b64_json":"%b",%b' % (self._file(delta), fields[1:])
+        return encode(types.ImageData(b64_json=self._file(delta), seed=self._seeds[delta.index], revised_prompt=None))
 
-    def around(self, head: Mapping[str, Any], *, steps: int) -> tuple[bytes, bytes]:
+    def around(self, response_id: str, model: str, *, steps: int) -> tuple[bytes, bytes]:
         """Return the bytes before and after the images of a whole response.
 
         Args:
-            head: Further fields of the response.
+            response_id: Id of the response.
+            model: Served name of the model.
             steps: Denoising steps of all images.
         """
         usage = self._usage(len(self._seeds), steps=steps)
-        fields = {**head, "created": self._created_at, **self._image_fields(), "usage": usage}
-        return encode(fields)[:-1] + b',"data":[', b"]}"
-
-    def _image_event(self, suffix: str, delta: ImageDelta, more: Mapping[str, Any]) -> bytes:
-        name = f"{self._kind}.{suffix}"
-        fields = one_line_json({"type": name, **self._progress(delta), **self._image_fields(), **more})
-        return _event(name, b'%b,"b64_json":"%b"}' % (fields[:-1], self._file(delta)))
+        whole = encode(
+            types.Images(
+                id=response_id, model=model, created=self._created_at, **self._image_fields(), usage=usage, data=[]
+            )
+        )
+        return whole[:-2], whole[-2:]  # The list of images is the last field.
 
     def _progress(self, delta: ImageDelta) -> dict[str, Any]:
         return {
@@ -107,6 +118,9 @@ class ImageWriter:
             "seed": self._seeds[delta.index],
             "created_at": self._created_at,
         }
+
+    def _image(self, delta: ImageDelta) -> dict[str, Any]:
+        return {**self._progress(delta), **self._image_fields(), "b64_json": self._file(delta)}
 
     def _image_fields(self) -> dict[str, Any]:
         width, height = self._size
@@ -119,22 +133,22 @@ class ImageWriter:
 
     def _file(self, delta: ImageDelta) -> bytes:
         assert delta.image is not None, f"the delta has no image (index {delta.index})"
-        return base64.b64encode(encoded_image(delta.image, self._image_format))
+        return encoded_image(delta.image, self._image_format)
 
-    def _usage(self, image_count: int, *, steps: int) -> dict[str, Any]:
+    def _usage(self, image_count: int, *, steps: int) -> ImageUsage:
         """Return the usage. Tokens are the engine's units of work. See ImageUsage."""
         model, given = self._model, self._given
         image_tokens = 0 if given is None else model.image_work(given.width, given.height)
         input_tokens = model.encode_work + image_tokens
         output_tokens = image_count * model.image_work(*self._size)
-        return {
-            "input_tokens": input_tokens,
-            "output_tokens": output_tokens,
-            "total_tokens": input_tokens + output_tokens,
-            "input_tokens_details": {"image_tokens": image_tokens, "text_tokens": model.encode_work},
-            "steps": steps,
-        }
+        return ImageUsage(
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            total_tokens=input_tokens + output_tokens,
+            input_tokens_details=types.ImageTokensDetails(image_tokens=image_tokens, text_tokens=model.encode_work),
+            steps=steps,
+        )
 
 
-def _event(name: str, data: bytes) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+def _event(value: types.Progress) -> bytes:
+    return event(str(value.__struct_config__.tag), value)

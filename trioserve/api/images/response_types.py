@@ -1,25 +1,13 @@
-"""Types of the responses of a server that generates images, for the OpenAPI document."""
+"""Types of the responses of a server that generates images, and of the events of its streams."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from trioserve.api.openai.response_types import Response
+from trioserve.api.response import Response
+from trioserve.contracts.events import IterativePhase
 from trioserve.vision.image_file import ImageKind
-
-__all__ = [
-    "EditCompleted",
-    "EditPartial",
-    "EditProgress",
-    "GenerationCompleted",
-    "GenerationPartial",
-    "GenerationProgress",
-    "ImageModel",
-    "ImageModels",
-    "ImageUsage",
-    "Images",
-    "LiveImageRequests",
-]
 
 
 class ImageTokensDetails(Response):
@@ -53,21 +41,21 @@ class ImageData(Response):
         seed: With this seed and otherwise the same request, the same image is generated again.
     """
 
-    b64_json: str
+    b64_json: bytes
     seed: int
-    revised_prompt: None = None
+    revised_prompt: None
 
 
 class Images(Response):
     id: str
     created: int
     model: str
-    data: list[ImageData]
     background: Literal["opaque"]
     output_format: ImageKind
     quality: Literal["auto"]
     size: str
     usage: ImageUsage
+    data: list[ImageData]
 
 
 class Progress(Response):
@@ -86,7 +74,7 @@ class Progress(Response):
 
 
 class ImageEvent(Progress):
-    b64_json: str
+    b64_json: bytes
     background: Literal["opaque"]
     output_format: ImageKind
     quality: Literal["auto"]
@@ -105,28 +93,28 @@ class Completed(ImageEvent):
     usage: ImageUsage
 
 
-class GenerationProgress(Progress):
-    type: Literal["image_generation.progress"]
+class GenerationProgress(Progress, tag_field="type", tag="image_generation.progress"):
+    """Event of a step."""
 
 
-class GenerationPartial(Partial):
-    type: Literal["image_generation.partial_image"]
+class GenerationPartial(Partial, tag_field="type", tag="image_generation.partial_image"):
+    """Event with a partial image."""
 
 
-class GenerationCompleted(Completed):
-    type: Literal["image_generation.completed"]
+class GenerationCompleted(Completed, tag_field="type", tag="image_generation.completed"):
+    """Event with a complete image."""
 
 
-class EditProgress(Progress):
-    type: Literal["image_edit.progress"]
+class EditProgress(Progress, tag_field="type", tag="image_edit.progress"):
+    """Event of a step."""
 
 
-class EditPartial(Partial):
-    type: Literal["image_edit.partial_image"]
+class EditPartial(Partial, tag_field="type", tag="image_edit.partial_image"):
+    """Event with a partial image."""
 
 
-class EditCompleted(Completed):
-    type: Literal["image_edit.completed"]
+class EditCompleted(Completed, tag_field="type", tag="image_edit.completed"):
+    """Event with a complete image."""
 
 
 class ImageModelTakes(Response):
@@ -153,18 +141,17 @@ class ImageModelTakes(Response):
     steps_max: int
     guidance: float
     takes_guidance: bool
-    samplers: list[str]
-    classes: list[str] | None
+    samplers: Sequence[str]
+    classes: Sequence[str] | None
     n_max: int
     takes_negative_prompt: bool
     takes_images: bool
     partial_images_max: int
-    output_formats: list[str]
+    output_formats: Sequence[str]
 
 
-class ImageModel(Response):
+class ImageModel(Response, tag_field="object", tag="model"):
     id: str
-    object: Literal["model"]
     created: int
     owned_by: str
     root: str
@@ -174,12 +161,11 @@ class ImageModel(Response):
     image: ImageModelTakes
 
 
-class ImageModels(Response):
-    object: Literal["list"]
+class ImageModels(Response, tag_field="object", tag="list"):
     data: list[ImageModel]
 
 
-class LiveImageRequest(Response):
+class LiveImageRequest(Response, tag_field="object", tag="request"):
     """A request that has not ended.
 
     Attributes:
@@ -190,9 +176,8 @@ class LiveImageRequest(Response):
     """
 
     id: str
-    object: Literal["request"]
     state: str
-    phase: str
+    phase: IterativePhase
     priority: int
     age_seconds: float
     pictures: int
@@ -200,6 +185,5 @@ class LiveImageRequest(Response):
     step_count: int
 
 
-class LiveImageRequests(Response):
-    object: Literal["list"]
+class LiveImageRequests(Response, tag_field="object", tag="list"):
     data: list[LiveImageRequest]

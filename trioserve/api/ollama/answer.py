@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import trio
+from msgspec import UNSET
 
-from trioserve.api.openai.logprobs import chat_logprobs
+from trioserve.api.ollama import response_types as types
+from trioserve.api.ollama.response_types import OllamaLine
+from trioserve.api.openai.logprobs import chat_tokens
+from trioserve.api.response import encoded_value
 from trioserve.api.turn.turn_choice import CollectedChoice, OpenCalls, ToolCall
 from trioserve.text.response_parts import ContentText, ReasoningText, ResponsePart
 
@@ -19,39 +22,52 @@ if TYPE_CHECKING:
     from trioserve.contracts.output import Delta
     from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["Answer", "Piece", "chat_piece", "iso_time", "loaded", "nanoseconds", "text_piece"]
+__all__ = ["Answer", "Head", "Piece", "chat_piece", "iso_time", "loaded", "nanoseconds", "text_piece"]
 
 NANOSECONDS = 1_000_000_000
 
-Piece = Callable[[str, str, Sequence[ToolCall], int], dict[str, Any]]
-"""Function that returns the fields for content, reasoning and tool calls.
+
+class Head(NamedTuple):
+    """First fields of each line.
+
+    Attributes:
+        model: Name of the model as the client wrote it.
+        created_at: Time at which the response began, in ISO 8601 format.
+    """
+
+    model: str
+    created_at: str
+
+
+Piece = Callable[[Head, str, str, Sequence[ToolCall], int], OllamaLine]
+"""Function that returns a line with content, reasoning and tool calls, which is not the last one.
 
 The last argument is the index of the first call.
 """
 
 
-def chat_piece(content: str, reasoning: str, calls: Sequence[ToolCall], first_call: int) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning:
-        message["thinking"] = reasoning
+def chat_piece(head: Head, content: str, reasoning: str, calls: Sequence[ToolCall], first_call: int) -> OllamaLine:
+    message = types.OllamaSaid(role="assistant", content=content, thinking=reasoning or UNSET)
     if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "function": {
-                    "index": index,
-                    "name": call.name,
+        message.tool_calls = [
+            types.OllamaCall(
+                id=call.id,
+                function=types.OllamaFunctionCall(
+                    index=index,
+                    name=call.name,
                     # The arguments are the text of the model. In a complete call, they are one JSON object.
-                    "arguments": msgspec.Raw(call.arguments.encode() or b"{}"),
-                },
-            }
+                    arguments=encoded_value(call.arguments.encode() or b"{}"),
+                ),
+            )
             for index, call in enumerate(calls, first_call)
         ]
-    return {"message": message}
+    return types.OllamaChatLine(model=head.model, created_at=head.created_at, done=False, message=message)
 
 
-def text_piece(content: str, reasoning: str, _calls: Sequence[ToolCall], _first_call: int) -> dict[str, Any]:
-    return {"response": content, "thinking": reasoning} if reasoning else {"response": content}
+def text_piece(head: Head, content: str, reasoning: str, _calls: Sequence[ToolCall], _first_call: int) -> OllamaLine:
+    return types.OllamaTextLine(
+        model=head.model, created_at=head.created_at, done=False, response=content, thinking=reasoning or UNSET
+    )
 
 
 def iso_time(unix_seconds: int) -> str:
@@ -67,14 +83,16 @@ def nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * NANOSECONDS))
 
 
-def loaded(head: dict[str, Any], piece: Piece) -> dict[str, Any]:
+def loaded(head: Head, piece: Piece) -> OllamaLine:
     """Return the response to a request without a prompt.
 
     Args:
         head: First fields of the response.
-        piece: Makes the fields for content.
+        piece: Makes the line.
     """
-    return {**head, **piece("", "", (), 0), "done": True, "done_reason": "load"}
+    line = piece(head, "", "", (), 0)
+    line.done, line.done_reason = True, "load"
+    return line
 
 
 class Answer:
@@ -82,7 +100,7 @@ class Answer:
 
     Args:
         head: First fields of each line.
-        piece: Makes the fields for content, reasoning and calls.
+        piece: Makes a line with content, reasoning and calls.
         tokenizer: Tokenizer of the model.
         wants_logprobs: The client asked for log probabilities.
         earlier_seconds: For a resumed response: time since the response began at another server. Otherwise 0.
@@ -90,7 +108,7 @@ class Answer:
 
     def __init__(
         self,
-        head: dict[str, Any],
+        head: Head,
         piece: Piece,
         tokenizer: Tokenizer,
         *,
@@ -129,7 +147,7 @@ class Answer:
         """
         self._call_count += len(self._complete(parts))
 
-    def next(self, parts: Sequence[ResponsePart], delta: Delta) -> dict[str, Any] | None:
+    def next(self, parts: Sequence[ResponsePart], delta: Delta) -> OllamaLine | None:
         """Return the line for a delta, or None if the delta has nothing to send yet.
 
         Args:
@@ -144,42 +162,41 @@ class Answer:
         if not (content or reasoning or calls):
             return None
         first_call, self._call_count = self._call_count, self._call_count + len(calls)
-        fields = {**self._head, **self._piece(content, reasoning, calls, first_call), "done": False}
-        return self._with_logprobs(fields)
+        return self._with_logprobs(self._piece(self._head, content, reasoning, calls, first_call))
 
-    def end(self, turn: ChatTurn) -> dict[str, Any]:
+    def end(self, turn: ChatTurn) -> OllamaLine:
         """Return the last line.
 
         Args:
             turn: The turn, which has ended.
         """
-        return self._with_logprobs({**self._head, **self._piece("", "", (), 0), **self._outcome(turn)})
+        return self._last(turn, self._piece(self._head, "", "", (), 0))
 
-    def whole(self, turn: ChatTurn, choice: CollectedChoice) -> dict[str, Any]:
+    def whole(self, turn: ChatTurn, choice: CollectedChoice) -> OllamaLine:
         self._logprobs = choice.logprobs
-        piece = self._piece("".join(choice.contents), choice.reasoning or "", choice.tool_calls, 0)
-        return self._with_logprobs({**self._head, **piece, **self._outcome(turn)})
+        content = "".join(choice.contents)
+        return self._last(turn, self._piece(self._head, content, choice.reasoning or "", choice.tool_calls, 0))
 
     def _complete(self, parts: Sequence[ResponsePart]) -> list[ToolCall]:
         """Return the tool calls that these parts complete."""
         return [call for part in parts if (call := self._calls.take(part)) is not None]
 
-    def _with_logprobs(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _with_logprobs(self, line: OllamaLine) -> OllamaLine:
         if self._wants_logprobs and self._logprobs:
-            fields["logprobs"] = chat_logprobs(self._tokenizer, self._logprobs)["content"]
+            line.logprobs = chat_tokens(self._tokenizer, self._logprobs)
             self._logprobs = []
-        return fields
+        return line
 
-    def _outcome(self, turn: ChatTurn) -> dict[str, Any]:
+    def _last(self, turn: ChatTurn, line: OllamaLine) -> OllamaLine:
+        """Add the counts and durations of the response to a line."""
         now = trio.current_time()
         first_at = now if self._first_at is None else self._first_at
-        return {
-            "done": True,
-            "done_reason": "length" if turn.choices[0].finish_reason == "length" else "stop",
-            "total_duration": nanoseconds(now - self._entered_at + self._earlier_seconds),
-            "load_duration": 0,
-            "prompt_eval_count": turn.stream.prompt_token_count,
-            "prompt_eval_duration": nanoseconds(first_at - self._begun_at),
-            "eval_count": turn.stream.completion_token_count,
-            "eval_duration": nanoseconds(now - first_at + self._earlier_seconds),
-        }
+        line.done = True
+        line.done_reason = "length" if turn.choices[0].finish_reason == "length" else "stop"
+        line.total_duration = nanoseconds(now - self._entered_at + self._earlier_seconds)
+        line.load_duration = 0
+        line.prompt_eval_count = turn.stream.prompt_token_count
+        line.prompt_eval_duration = nanoseconds(first_at - self._begun_at)
+        line.eval_count = turn.stream.completion_token_count
+        line.eval_duration = nanoseconds(now - first_at + self._earlier_seconds)
+        return self._with_logprobs(line)

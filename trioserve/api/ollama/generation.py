@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
 from trioserve.api.embeddings.embeddings import add_vectors, pool
-from trioserve.api.ollama import bodies
-from trioserve.api.ollama.answer import Answer, Piece, chat_piece, iso_time, loaded, nanoseconds, text_piece
+from trioserve.api.ollama import response_types as types
+from trioserve.api.ollama.answer import Answer, Head, Piece, chat_piece, iso_time, loaded, nanoseconds, text_piece
 from trioserve.api.ollama.bodies import (
     OLLAMA_RANGES,
     OllamaAnswerBody,
@@ -22,10 +22,10 @@ from trioserve.api.ollama.turn import chat_request, text_request
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
-from trioserve.api.sse import KEEP_ALIVE, data_event, encode
+from trioserve.api.sse import KEEP_ALIVE, data_event
 from trioserve.api.streams.cursors import DETACH_HEADER
 from trioserve.api.streams.resumption import Resumption
-from trioserve.api.surface import LINE_KEEP_ALIVE, LINES_TYPE, OPENAI, line
+from trioserve.api.surface import LINE_KEEP_ALIVE, LINES_TYPE, OPENAI, OllamaError, line
 from trioserve.api.turn.chat_turn import chat_turn
 from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
@@ -34,7 +34,6 @@ from trioserve.contracts.pooling import INPUTS_MAX, PoolingParams
 
 if TYPE_CHECKING:
     from trioserve.api.turn.chat_turn import TurnRequest
-    from trioserve.contracts.pooling import PoolingResult
     from trioserve.text.response_parts import ResponsePart
 
 __all__ = ["OPERATIONS", "chat", "generate"]
@@ -65,8 +64,8 @@ async def _say_loaded(context: RequestContext, body: OllamaAnswerBody, model: st
     await context.respond_json(loaded(_head(body, model, context.clock_and_ids.unix_seconds()), piece))
 
 
-def _head(body: OllamaAnswerBody, model: str, created: int) -> dict[str, Any]:
-    return {"model": body.model or model, "created_at": iso_time(created)}
+def _head(body: OllamaAnswerBody, model: str, created: int) -> Head:
+    return Head(body.model or model, iso_time(created))
 
 
 async def _answer(
@@ -103,8 +102,8 @@ async def _answer(
             ids = resumption.group_ids()
 
             async def send(index: int, parts: list[ResponsePart], delta: Delta) -> None:
-                fields = answer.next(parts, delta)
-                data = b"" if fields is None else written(fields)
+                answered = answer.next(parts, delta)
+                data = b"" if answered is None else written(answered)
                 if ids is not None:
                     data = ids.group(data, index, delta)
                 if data:
@@ -146,13 +145,13 @@ async def embed(context: RequestContext) -> None:
     large = LargeJson()
     await context.respond_large(
         large,
-        {
-            "model": body.model or model,
-            "embeddings": await add_vectors(large, response.pooled, _numbers),
-            "total_duration": nanoseconds(trio.current_time() - began_at),
-            "load_duration": 0,
-            "prompt_eval_count": response.usage.prompt_tokens,
-        },
+        types.OllamaEmbeddings(
+            model=body.model or model,
+            embeddings=await add_vectors(large, response.pooled, lambda _, vector: vector.values()),
+            total_duration=nanoseconds(trio.current_time() - began_at),
+            load_duration=0,
+            prompt_eval_count=response.usage.prompt_tokens,
+        ),
     )
 
 
@@ -168,11 +167,7 @@ async def embed_one(context: RequestContext) -> None:
     requested_model(context, body.model)
     check_cache_salt(body.cache_salt)
     response = await pool(context, body, [body.prompt], PoolingParams(), name_of=lambda _: "prompt")
-    await context.respond_bytes(b'{"embedding":%b}' % _numbers(0, response.pooled[0]), "application/json")
-
-
-def _numbers(_index: int, vector: PoolingResult) -> bytes:
-    return encode(vector.values())
+    await context.respond_json(types.OllamaEmbedding(embedding=response.pooled[0].values()))
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
@@ -186,10 +181,10 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         "Options for loading a model are ignored. Without messages, the model computes nothing.",
         body=OllamaChatBody,
         ranges=OLLAMA_RANGES,
-        response=bodies.OllamaChatLine,
-        line=bodies.OllamaChatLine,
+        response=types.OllamaChatLine,
+        line=types.OllamaChatLine,
         errors=GENERATES,
-        error=bodies.OllamaError,
+        error=OllamaError,
         takes_deadlines=True,
     ),
     Operation(
@@ -201,10 +196,10 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         description="Common fields work as in /api/chat.",
         body=OllamaGenerateBody,
         ranges=OLLAMA_RANGES,
-        response=bodies.OllamaTextLine,
-        line=bodies.OllamaTextLine,
+        response=types.OllamaTextLine,
+        line=types.OllamaTextLine,
         errors=GENERATES,
-        error=bodies.OllamaError,
+        error=OllamaError,
         takes_deadlines=True,
     ),
     Operation(
@@ -214,9 +209,9 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Make vectors of texts, in Ollama's format",
         forwarding=Forwarding.BY_MODEL,
         body=OllamaEmbedBody,
-        response=bodies.OllamaEmbeddings,
+        response=types.OllamaEmbeddings,
         errors=GENERATES,
-        error=bodies.OllamaError,
+        error=OllamaError,
         takes_deadlines=True,
     ),
     Operation(
@@ -226,9 +221,9 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Make a vector of one text, in Ollama's older shape",
         forwarding=Forwarding.BY_MODEL,
         body=OllamaEmbeddingsBody,
-        response=bodies.OllamaEmbedding,
+        response=types.OllamaEmbedding,
         errors=GENERATES,
-        error=bodies.OllamaError,
+        error=OllamaError,
         takes_deadlines=True,
     ),
 )

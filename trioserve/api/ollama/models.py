@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
-from trioserve.api.ollama import bodies
+from trioserve.api.ollama import response_types as types
 from trioserve.api.ollama.answer import iso_time
 from trioserve.api.ollama.bodies import OllamaShowBody
+from trioserve.api.ollama.response_types import OllamaModel
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import Responder
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation
+from trioserve.api.surface import OllamaError
 from trioserve.text.fill_in_middle import fill_in_middle
 
 __all__ = [
@@ -74,8 +76,8 @@ def requested_model(context: RequestContext, requested: str | None) -> str:
 
 def model_card(
     name: str, *, made_at: int, identity: str, family: str | None = None, weight_bytes: int = 0
-) -> dict[str, Any]:
-    """Return the description of a model in Ollama's format.
+) -> OllamaModel:
+    """Describe a model in Ollama's format.
 
     Args:
         name: Name of the model.
@@ -84,48 +86,57 @@ def model_card(
         family: Model family. None if it is not known.
         weight_bytes: Size of the weights. 0 if it is not known.
     """
-    return {
-        "name": tagged(name),
-        "model": tagged(name),
-        "modified_at": iso_time(made_at),
-        "size": weight_bytes,
-        "digest": sha256(identity.encode("utf-8", "surrogatepass")).hexdigest(),
-        "details": details_of(family),
-    }
+    return OllamaModel(
+        name=tagged(name),
+        model=tagged(name),
+        modified_at=iso_time(made_at),
+        size=weight_bytes,
+        digest=sha256(identity.encode("utf-8", "surrogatepass")).hexdigest(),
+        details=_details(family),
+    )
 
 
-def details_of(family: str | None) -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "",
-        "family": family or "",
-        "families": [family] if family else [],
-        "parameter_size": "",
-        "quantization_level": "",
-    }
+def _details(family: str | None) -> types.OllamaDetails:
+    return types.OllamaDetails(
+        parent_model="",
+        format="",
+        family=family or "",
+        families=[family] if family else [],
+        parameter_size="",
+        quantization_level="",
+    )
 
 
-def running_card(card: dict[str, Any], *, context_length: int = 0) -> dict[str, Any]:
-    """Return the description of a loaded model.
+def running_card(card: OllamaModel, *, context_length: int = 0) -> types.OllamaRunningModel:
+    """Describe a loaded model.
 
     Args:
         card: Description from model_card.
         context_length: Tokens of the context.
     """
-    loaded = {name: value for name, value in card.items() if name != "modified_at"}
-    return {**loaded, "expires_at": NEVER, "size_vram": 0, "context_length": context_length}
+    return types.OllamaRunningModel(
+        name=card.name,
+        model=card.model,
+        size=card.size,
+        digest=card.digest,
+        details=card.details,
+        expires_at=NEVER,
+        size_vram=0,
+        context_length=context_length,
+    )
 
 
 async def list_tags(context: RequestContext) -> None:
-    await context.respond_json({"models": _cards(context)})
+    await context.respond_json(types.OllamaModels(models=_cards(context)))
 
 
 async def list_running(context: RequestContext) -> None:
     length = context.engine.model.context_tokens_max
-    await context.respond_json({"models": [running_card(card, context_length=length) for card in _cards(context)]})
+    running = [running_card(card, context_length=length) for card in _cards(context)]
+    await context.respond_json(types.OllamaRunning(models=running))
 
 
-def _cards(context: RequestContext) -> list[dict[str, Any]]:
+def _cards(context: RequestContext) -> list[OllamaModel]:
     model = context.engine.model
     identity = model.fingerprint or f"{model.source} {model.created_at}"
     return [
@@ -155,23 +166,23 @@ async def show_model(context: RequestContext) -> None:
     if model.pooled is not None:
         facts[f"{family}.embedding_length"] = model.pooled.embedding_size
     await context.respond_json(
-        {
-            "modelfile": f"FROM {model.source}\n",
-            "parameters": f"num_ctx {model.context_tokens_max}",
-            "template": "" if template is None else template.source,
-            "details": details_of(model.family),
-            "model_info": facts,
-            "capabilities": _capabilities(context),
-            "modified_at": iso_time(model.created_at),
-        }
+        types.OllamaShown(
+            modelfile=f"FROM {model.source}\n",
+            parameters=f"num_ctx {model.context_tokens_max}",
+            template="" if template is None else template.source,
+            details=_details(model.family),
+            model_info=facts,
+            capabilities=_capabilities(context),
+            modified_at=iso_time(model.created_at),
+        )
     )
 
 
-def _capabilities(context: RequestContext) -> list[str]:
+def _capabilities(context: RequestContext) -> list[types.Capability]:
     engine = context.engine
     pooled = engine.model.pooled
     continues = pooled is None or pooled.continues_texts
-    has = {
+    has: dict[types.Capability, bool] = {
         "completion": continues,
         "tools": continues and engine.families.tool_family is not None,
         "thinking": continues and engine.families.reasoning_family is not None,
@@ -182,7 +193,7 @@ def _capabilities(context: RequestContext) -> list[str]:
 
 
 async def read_api_version(context: Responder) -> None:
-    await context.respond_json({"version": API_VERSION})
+    await context.respond_json(types.OllamaVersion(version=API_VERSION))
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
@@ -191,16 +202,16 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/api/tags",
         handler=list_tags,
         summary="List the models, in Ollama's format",
-        response=bodies.OllamaModels,
-        error=bodies.OllamaError,
+        response=types.OllamaModels,
+        error=OllamaError,
     ),
     Operation(
         method="GET",
         path="/api/ps",
         handler=list_running,
         summary="List the loaded models, in Ollama's format. All models are always loaded",
-        response=bodies.OllamaRunning,
-        error=bodies.OllamaError,
+        response=types.OllamaRunning,
+        error=OllamaError,
     ),
     Operation(
         method="POST",
@@ -209,9 +220,9 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Describe a model and its capabilities, in Ollama's format",
         forwarding=Forwarding.BY_MODEL,
         body=OllamaShowBody,
-        response=bodies.OllamaShown,
+        response=types.OllamaShown,
         errors=(*READS_BODY, 404),
-        error=bodies.OllamaError,
+        error=OllamaError,
     ),
     Operation(
         method="GET",
@@ -220,7 +231,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Return the version of Ollama's API",
         needs_key=False,
         is_polled=True,
-        response=bodies.OllamaVersion,
-        error=bodies.OllamaError,
+        response=types.OllamaVersion,
+        error=OllamaError,
     ),
 )

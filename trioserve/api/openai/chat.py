@@ -41,12 +41,7 @@ async def create_chat_completion(context: RequestContext) -> None:
         is_streamed=bool(body.stream),
         gives_partial=bool(body.return_partial),
     )
-    head: dict[str, object] = {
-        "id": f"chatcmpl-{context.request_id}",
-        "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": resumption.created,
-        "model": model,
-    }
+    head = response_types.ChatChunkHead(id=f"chatcmpl-{context.request_id}", created=resumption.created, model=model)
     async with chat_turn(context, request, resumption) as turn:
         stream = turn.stream
         large = LargeJson()

@@ -6,9 +6,13 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from trioserve.api.generation import PARTIAL_FINISH, is_partial, transfer_fields
+from msgspec import UNSET
+
+from trioserve.api.generation import PARTIAL_FINISH, first_transfer, is_partial
+from trioserve.api.openai import response_types as types
 from trioserve.api.openai.logprobs import chat_logprobs, chat_tokens, prompt_logprobs
 from trioserve.api.openai.request_types import ChatBody
+from trioserve.api.openai.response_types import ChatChunkHead
 from trioserve.api.sse import (
     DONE,
     ChunkWriter,
@@ -44,10 +48,10 @@ async def whole_response(
     tokenizer: Tokenizer,
     body: ChatBody,
     turn: ChatTurn,
-    head: dict[str, object],
+    head: ChatChunkHead,
     resumption: Resumption,
     choices: list[CollectedChoice],
-) -> dict[str, object]:
+) -> types.ChatCompletion:
     """Make the body of a whole response. The caller must send the body with `large`, which contains the large lists.
 
     Args:
@@ -55,55 +59,57 @@ async def whole_response(
         tokenizer: tokenizer of the model.
         body: body of the request.
         turn: output of the model.
-        head: fields before the choices.
+        head: fields that the response has in common with the events of a stream.
         resumption: makes the partial result of an aborted response.
         choices: complete choices.
     """
     stream = turn.stream
 
-    async def logprobs_of(choice: CollectedChoice) -> dict[str, object] | None:
+    async def logprobs_of(choice: CollectedChoice) -> types.ChatLogprobs | None:
         if not body.logprobs:
             return None
         weight = 1 + (body.top_logprobs or 0)
         content = await large.add(choice.logprobs, functools.partial(chat_tokens, tokenizer), item_weight=weight)
-        return {"content": content, "refusal": None}
+        return types.ChatLogprobs(content=content, refusal=None)
 
-    response = {
-        **head,
-        "choices": [
-            {
-                "index": index,
-                "message": _message(body, choice),
-                "logprobs": await logprobs_of(choice),
-                "finish_reason": finish_shown(body, choice.finish_reason),
-                "stop_reason": choice.stop_reason,
-                **({"token_ids": choice.token_ids} if body.return_token_ids else {}),
-                **({"weight_versions": choice.weight_versions} if choice.weight_versions else {}),
-            }
+    is_partial = any(choice.finish_reason == PARTIAL_FINISH for choice in choices)
+    response = types.ChatCompletion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=[
+            types.ChatChoice(
+                index=index,
+                message=_message(body, choice),
+                logprobs=await logprobs_of(choice),
+                finish_reason=finish_shown(body, choice.finish_reason),
+                stop_reason=choice.stop_reason,
+                token_ids=choice.token_ids if body.return_token_ids else UNSET,
+                weight_versions=choice.weight_versions or UNSET,
+            )
             for index, choice in enumerate(choices)
         ],
-        "usage": turn.usage(),
-        **transfer_fields(choice.kv_transfer for choice in choices),
-    }
-    if any(choice.finish_reason == PARTIAL_FINISH for choice in choices):
-        response["resume"] = resumption.behind([stream])
-    if body.return_token_ids:
-        response["prompt_token_ids"] = stream.prompt_token_ids
+        usage=turn.usage(),
+        prompt_token_ids=stream.prompt_token_ids if body.return_token_ids else UNSET,
+        kv_transfer_params=first_transfer(choice.kv_transfer for choice in choices),
+        resume=resumption.behind([stream]) if is_partial else UNSET,
+    )
     if stream.prompt_logprobs is not None:
         write = functools.partial(prompt_logprobs, tokenizer)
         weight = 1 + (body.prompt_logprobs or 0)
-        response["prompt_logprobs"] = await large.add(stream.prompt_logprobs, write, item_weight=weight)
+        response.prompt_logprobs = await large.add(stream.prompt_logprobs, write, item_weight=weight)
     return response
 
 
-def finish_shown(body: ChatBody, reason: TurnFinish | None) -> str | None:
+def finish_shown(body: ChatBody, reason: TurnFinish | None) -> types.ChatFinishReason:
     """Return the finish reason for the client. It is "function_call" in place of "tool_calls" if the request has
     `functions`.
 
     Args:
         body: body of the request.
-        reason: finish reason of the choice. None: the choice has not ended.
+        reason: finish reason of the choice, which has ended.
     """
+    assert reason is not None
     return "function_call" if reason == "tool_calls" and body.functions else reason
 
 
@@ -121,22 +127,18 @@ def echo_of(body: ChatBody) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _message(body: ChatBody, choice: CollectedChoice) -> dict[str, object]:
+def _message(body: ChatBody, choice: CollectedChoice) -> types.ChatMessage:
     echo = echo_of(body)
     content = choice.content
-    message: dict[str, object] = {
-        "role": "assistant",
-        "content": echo + (content or "") if echo else content,
-        "refusal": None,
-    }
+    message = types.ChatMessage(role="assistant", content=echo + (content or "") if echo else content, refusal=None)
     if choice.reasoning is not None and body.include_reasoning is not False:
-        message["reasoning_content"] = message["reasoning"] = choice.reasoning
+        message.reasoning_content = message.reasoning = choice.reasoning
     if choice.tool_calls and body.functions:
         [call] = choice.tool_calls
-        message["function_call"] = {"name": call.name, "arguments": call.arguments}
+        message.function_call = types.CalledFunction(name=call.name, arguments=call.arguments)
     elif choice.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        message.tool_calls = [
+            types.ToolCall(id=call.id, function=types.CalledFunction(name=call.name, arguments=call.arguments))
             for call in choice.tool_calls
         ]
     return message
@@ -165,7 +167,7 @@ class ChatEvents:
         tokenizer: Tokenizer,
         body: ChatBody,
         turn: ChatTurn,
-        head: dict[str, object],
+        head: ChatChunkHead,
         resumption: Resumption,
         *,
         holds_end: bool,

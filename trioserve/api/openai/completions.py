@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, cast
 
 import msgspec
+from msgspec import UNSET
 
 from trioserve.api.error_responses import HandedOver
 from trioserve.api.generation import (
@@ -19,17 +20,18 @@ from trioserve.api.generation import (
     Choice,
     Usage,
     collect,
+    first_transfer,
     is_partial,
     read_streams,
-    transfer_fields,
     usage_of,
     wait_until_begun,
     wait_until_released,
 )
-from trioserve.api.openai import response_types
+from trioserve.api.openai import response_types as types
 from trioserve.api.openai.chat_prompt import gap_of, prompt_cut
 from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from trioserve.api.openai.request_types import GENERATION_RANGES, CompletionBody, deadlines_of
+from trioserve.api.openai.response_types import Completion, CompletionChoice, CompletionHead, TextFinishReason
 from trioserve.api.openai.structured_fields import structured_output_of
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
@@ -78,12 +80,7 @@ async def create_completion(context: RequestContext) -> None:
         prompt_count=len(prompts),
         gives_partial=bool(body.return_partial),
     )
-    head: dict[str, object] = {
-        "id": f"cmpl-{context.request_id}",
-        "object": "text_completion",
-        "created": resumption.created,
-        "model": model,
-    }
+    head = CompletionHead(id=f"cmpl-{context.request_id}", created=resumption.created, model=model)
     deadlines = deadlines_of(body, context.exchange.headers)
     cut = prompt_cut(body.truncate_prompt_tokens, context.engine.model.context_tokens_max, sampling.max_tokens)
     shape = ResponseShape(
@@ -248,10 +245,12 @@ def _logprob_of_a_token(choice: Choice) -> float:
     return sum(token.logprob for token in choice.logprobs) / max(1, len(choice.logprobs))
 
 
-def _finish_shown(reason: FinishReason | None) -> str | None:
+def _finish_shown(reason: FinishReason | None) -> TextFinishReason | None:
     if reason is None:
         return None
-    return PARTIAL_FINISH if is_partial(reason) else reason.value
+    if is_partial(reason):
+        return PARTIAL_FINISH
+    return "length" if reason is FinishReason.LENGTH else "stop"
 
 
 def _has_partial(choices: list[list[Choice]]) -> bool:
@@ -294,7 +293,7 @@ class _Response:
             echo_tokens=len(stream.prompt_token_ids) if is_echoed else 0,
         )
 
-    def echoed_logprobs(self, stream: RequestStream, logprobs: CompletionLogprobs) -> dict[str, object] | None:
+    def echoed_logprobs(self, stream: RequestStream, logprobs: CompletionLogprobs) -> types.CompletionLogprobs | None:
         """Return log probabilities of the prompt's tokens if the client asks for them and for the prompt, else None."""
         if not self.body.echo or self.body.logprobs is None or stream.prompt_logprobs is None:
             return None
@@ -303,57 +302,50 @@ class _Response:
     def usage(self) -> Usage:
         return usage_of(self.streams)
 
-    async def whole(
-        self, large: LargeJson, head: dict[str, object], collected: list[list[Choice]]
-    ) -> dict[str, object]:
+    async def whole(self, large: LargeJson, head: CompletionHead, collected: list[list[Choice]]) -> Completion:
         """Make the body of a whole response. The caller must send the body with `large`, which contains the large
         lists.
 
         Args:
             large: encodes large lists.
-            head: fields before the choices.
+            head: fields that the response has in common with the events of a stream.
             collected: for each stream, all of its choices. With best_of, some of these choices are not shown, but may
                 have partial results too.
         """
         choices = [_best(made, self.choice_count) for made in collected]
-        return {
-            **head,
-            "choices": await self._choices(large, choices),
-            "usage": self.usage(),
-            **transfer_fields(choice.kv_transfer for choice in choices[0]),
-            **({"resume": self.resumption.behind(self.streams)} if _has_partial(collected) else {}),
-        }
+        return Completion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[
+                await self._choice(large, stream_index, choice_index, choice)
+                for stream_index, of_stream in enumerate(choices)
+                for choice_index, choice in enumerate(of_stream)
+            ],
+            usage=self.usage(),
+            kv_transfer_params=first_transfer(choice.kv_transfer for choice in choices[0]),
+            resume=self.resumption.behind(self.streams) if _has_partial(collected) else UNSET,
+        )
 
-    async def _choices(self, large: LargeJson, choices: list[list[Choice]]) -> list[dict[str, object]]:
-        return [
-            await self._choice(large, stream_index, choice_index, choice)
-            for stream_index, of_stream in enumerate(choices)
-            for choice_index, choice in enumerate(of_stream)
-        ]
-
-    async def _choice(
-        self, large: LargeJson, stream_index: int, choice_index: int, choice: Choice
-    ) -> dict[str, object]:
+    async def _choice(self, large: LargeJson, stream_index: int, choice_index: int, choice: Choice) -> CompletionChoice:
         stream = self.streams[stream_index]
-        written: dict[str, object] = {
-            "index": stream_index * self.choice_count + choice_index,
-            "text": self.echoes[stream_index] + choice.text,
-            "logprobs": await self._logprobs(large, stream_index, choice),
-            "finish_reason": _finish_shown(choice.finish_reason),
-            "stop_reason": choice.stop_reason,
-        }
-        if self.body.return_token_ids:
-            written["token_ids"] = choice.token_ids
-            written["prompt_token_ids"] = stream.prompt_token_ids
-        if choice.weight_versions:
-            written["weight_versions"] = choice.weight_versions
+        written = CompletionChoice(
+            index=stream_index * self.choice_count + choice_index,
+            text=self.echoes[stream_index] + choice.text,
+            logprobs=await self._logprobs(large, stream_index, choice),
+            finish_reason=_finish_shown(choice.finish_reason),
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if self.body.return_token_ids else UNSET,
+            weight_versions=choice.weight_versions or UNSET,
+            prompt_token_ids=stream.prompt_token_ids if self.body.return_token_ids else UNSET,
+        )
         if self.body.prompt_logprobs is not None and stream.prompt_logprobs is not None:
             write = functools.partial(prompt_logprobs, self._engine.tokenizer)
             weight = 1 + self.body.prompt_logprobs
-            written["prompt_logprobs"] = await large.add(stream.prompt_logprobs, write, item_weight=weight)
+            written.prompt_logprobs = await large.add(stream.prompt_logprobs, write, item_weight=weight)
         return written
 
-    async def _logprobs(self, large: LargeJson, stream_index: int, choice: Choice) -> dict[str, object] | None:
+    async def _logprobs(self, large: LargeJson, stream_index: int, choice: Choice) -> types.CompletionLogprobs | None:
         stream = self.streams[stream_index]
         if self.body.logprobs is None:
             return None
@@ -377,7 +369,7 @@ class _CompletionEvents:
             write. This does not apply if KV is held, because the stream then stays open.
     """
 
-    def __init__(self, response: _Response, head: dict[str, object], *, holds_end: bool) -> None:
+    def __init__(self, response: _Response, head: CompletionHead, *, holds_end: bool) -> None:
         self._response = response
         self._body = response.body
         self._writer = ChunkWriter(head, null_usage=response.body.wants_usage)
@@ -463,7 +455,7 @@ class _CompletionEvents:
         return self._chunk(index, self._response.echoes[stream_index], logprobs, b"null" + prompt_token_ids)
 
     def _chunk(
-        self, index: int, text: str, logprobs: dict[str, object] | None, end: bytes, fields: bytes = b""
+        self, index: int, text: str, logprobs: types.CompletionLogprobs | None, end: bytes, fields: bytes = b""
     ) -> bytes:
         """Write one event.
 
@@ -494,8 +486,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         description="Choice number prompt_index * n + i is choice i of that prompt. Other fields: as for chats.",
         body=CompletionBody,
         ranges=GENERATION_RANGES,
-        response=response_types.Completion,
-        event=response_types.Completion,
+        response=Completion,
+        event=Completion,
         errors=GENERATES,
         takes_deadlines=True,
     ),

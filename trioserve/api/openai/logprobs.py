@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trioserve.api.openai import response_types as types
+from trioserve.api.openai.response_types import ChatLogprobs, ChatToken, PromptLogprobs, PromptToken, TopLogprob
 from trioserve.api.streams.cursors import LOGPROB_MIN
 from trioserve.contracts.events import TokenLogprob
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["CompletionLogprobs", "chat_logprobs", "chat_tokens", "prompt_logprobs"]
 
 
-def chat_tokens(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[object]:
+def chat_tokens(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[ChatToken]:
     """Write the tokens of a chat completion, each with its alternatives.
 
     Args:
@@ -22,33 +24,31 @@ def chat_tokens(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[
         logprobs: log probabilities of the tokens.
     """
     return [
-        {
-            **_chat_token(tokenizer, logprob.token_id, logprob.logprob),
-            "top_logprobs": [_chat_token(tokenizer, token_id, value) for token_id, value in logprob.top],
-        }
+        ChatToken(
+            token=tokenizer.token_text(logprob.token_id),
+            logprob=max(logprob.logprob, LOGPROB_MIN),
+            bytes=list(tokenizer.token_bytes(logprob.token_id)),
+            top_logprobs=[
+                TopLogprob(
+                    token=tokenizer.token_text(token_id),
+                    logprob=max(value, LOGPROB_MIN),
+                    bytes=list(tokenizer.token_bytes(token_id)),
+                )
+                for token_id, value in logprob.top
+            ],
+        )
         for logprob in logprobs
     ]
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, object]:
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
     """Write the field `logprobs` of a chat completion.
 
     Args:
         tokenizer: tokenizer of the model.
         logprobs: log probabilities of the tokens.
     """
-    return {
-        "content": chat_tokens(tokenizer, logprobs),
-        "refusal": None,
-    }
-
-
-def _chat_token(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, object]:
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": max(value, LOGPROB_MIN),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
+    return ChatLogprobs(content=chat_tokens(tokenizer, logprobs), refusal=None)
 
 
 class CompletionLogprobs:
@@ -81,32 +81,26 @@ class CompletionLogprobs:
         for token_id in token_ids:
             self._offset_of(self._tokenizer.token_bytes(token_id))
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, object]:
-        """Write the next tokens.
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> types.CompletionLogprobs:
+        """Write the next tokens, as slices of the four lists.
 
         Args:
             token_ids: next tokens.
             logprobs: log probability of each token. None for the first token of a prompt.
-
-        Returns:
-            Slices of the four lists, by name.
         """
         pieces = [self._tokenizer.token_bytes(token_id) for token_id in token_ids]
-        return {
-            "tokens": [_token_name(piece) for piece in pieces],
-            "token_logprobs": [None if logprob is None else max(logprob.logprob, LOGPROB_MIN) for logprob in logprobs],
-            "top_logprobs": [None if logprob is None else self._top(logprob) for logprob in logprobs],
-            "text_offset": [self._offset_of(piece) for piece in pieces],
-        }
+        return types.CompletionLogprobs(
+            tokens=[_token_name(piece) for piece in pieces],
+            token_logprobs=[None if logprob is None else max(logprob.logprob, LOGPROB_MIN) for logprob in logprobs],
+            top_logprobs=[None if logprob is None else self._top(logprob) for logprob in logprobs],
+            text_offset=[self._offset_of(piece) for piece in pieces],
+        )
 
-    def take_pairs(self, tokens: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, object]:
-        """Write the next tokens.
+    def take_pairs(self, tokens: Sequence[tuple[int, TokenLogprob | None]]) -> types.CompletionLogprobs:
+        """Write the next tokens, as slices of the four lists.
 
         Args:
             tokens: next tokens, each with its log probability. None for the first token of a prompt.
-
-        Returns:
-            Slices of the four lists, by name.
         """
         return self.take([token_id for token_id, _ in tokens], [logprob for _, logprob in tokens])
 
@@ -156,7 +150,7 @@ def _continues(byte: bytes) -> bool:
     return b"\x80" <= byte < b"\xc0"
 
 
-def prompt_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None]) -> list[object]:
+def prompt_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None]) -> PromptLogprobs:
     """Write, for each token of a prompt, the token itself and the best tokens, by token id.
 
     Args:
@@ -169,16 +163,14 @@ def prompt_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None
     return [None if logprob is None else _prompt_token(tokenizer, logprob) for logprob in logprobs]
 
 
-def _prompt_token(tokenizer: Tokenizer, logprob: TokenLogprob) -> dict[str, object]:
+def _prompt_token(tokenizer: Tokenizer, logprob: TokenLogprob) -> dict[str, PromptToken]:
     ranked = {token_id: (value, rank) for rank, (token_id, value) in enumerate(logprob.top, start=1)}
     here: dict[int, tuple[float, int | None]] = {
         logprob.token_id: ranked.get(logprob.token_id, (logprob.logprob, None))
     }
     return {
-        str(token_id): {
-            "logprob": max(value, LOGPROB_MIN),
-            "rank": rank,
-            "decoded_token": tokenizer.token_text(token_id),
-        }
+        str(token_id): PromptToken(
+            logprob=max(value, LOGPROB_MIN), rank=rank, decoded_token=tokenizer.token_text(token_id)
+        )
         for token_id, (value, rank) in (here | ranked).items()
     }

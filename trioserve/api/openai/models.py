@@ -1,30 +1,76 @@
-"""GET /v1/models lists the served names. Operators load and unload LoRA adapters."""
+"""GET /v1/models lists the served names, in OpenAI's or Anthropic's format. Operators load and unload LoRA adapters."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
 
 from trioserve.api.error_responses import refusal
-from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import LoadAdapterBody, UnloadAdapterBody
 from trioserve.api.request_context import RequestContext
+from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.api.surface import ANTHROPIC
 from trioserve.contracts.errors import AdapterRefused, ModelLoadError
 
-__all__ = ["MODEL_PATH", "OPERATIONS", "list_models", "read_model"]
+__all__ = ["MODEL_PATH", "OPERATIONS", "Model", "Models", "list_models", "read_model"]
 
 MODEL_PATH = "/v1/models/"
 """Path before a model's name, which may have slashes."""
 
 
+class Model(Response, tag_field="object", tag="model"):
+    """A model or a LoRA adapter.
+
+    Attributes:
+        parent: model that the adapter changes. null: this is a model.
+        adapter: digest of the adapter's content. Unset: this is a model.
+        weight_version: version of the model's weights.
+    """
+
+    id: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    batch_invariant: bool
+    fingerprint: str | None
+    weight_version: str
+    adapter: str | UnsetType = UNSET
+
+
+class Models(Response, tag_field="object", tag="list"):
+    data: list[Model]
+
+
+class MessagesModel(Response, tag_field="type", tag="model"):
+    """A model in Anthropic's format. Times are in RFC 3339 format."""
+
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class MessagesModels(Response):
+    data: list[MessagesModel]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
 async def list_models(context: RequestContext) -> None:
     names = context.served_names
-    data = [_card(context, name) for name in names]
-    listed: dict[str, object] = {"object": "list", "data": data}
     if context.surface is ANTHROPIC:
-        listed = {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
-    await context.respond_json(listed)
+        models = [_messages_model(context, name) for name in names]
+        await context.respond_json(MessagesModels(data=models, has_more=False, first_id=names[0], last_id=names[-1]))
+    else:
+        await context.respond_json(Models(data=[_model(context, name) for name in names]))
 
 
 async def read_model(context: RequestContext) -> None:
@@ -36,40 +82,41 @@ async def read_model(context: RequestContext) -> None:
     Raises:
         UnknownModel: this server does not serve the model.
     """
-    await context.respond_json(_card(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
+    name = context.model_name(context.exchange.path.removeprefix(MODEL_PATH))
+    await context.respond_json((_messages_model if context.surface is ANTHROPIC else _model)(context, name))
 
 
-def _card(context: RequestContext, name: str) -> dict[str, object]:
+def _messages_model(context: RequestContext, name: str) -> MessagesModel:
     model = context.engine.model
+    return MessagesModel(
+        id=name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(model.created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        lifecycle="active",
+        max_input_tokens=model.context_tokens_max,
+        max_tokens=model.context_tokens_max,
+    )
+
+
+def _model(context: RequestContext, name: str) -> Model:
+    model = context.engine.model
+    described = Model(
+        id=name,
+        created=model.created_at,
+        owned_by="trioserve",
+        root=model.source,
+        parent=None,
+        max_model_len=model.context_tokens_max,
+        batch_invariant=model.batch_invariant,
+        fingerprint=model.fingerprint,
+        weight_version=context.engine.weight_version,
+    )
     adapter = context.engine.adapters.book.get(name)
-    if context.surface is ANTHROPIC:
-        made_at = datetime.fromtimestamp(model.created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return {
-            "type": "model",
-            "id": name,
-            "display_name": name,
-            "created_at": made_at,
-            "lifecycle": "active",
-            "max_input_tokens": model.context_tokens_max,
-            "max_tokens": model.context_tokens_max,
-        }
-    card: dict[str, object] = {
-        "id": name,
-        "object": "model",
-        "created": model.created_at,
-        "owned_by": "trioserve",
-        "root": model.source,
-        "parent": None,
-        "max_model_len": model.context_tokens_max,
-        "batch_invariant": model.batch_invariant,
-        "fingerprint": model.fingerprint,
-        "weight_version": context.engine.weight_version,
-    }
     if adapter is not None and adapter.ref is not None:
-        card["root"], card["parent"] = adapter.source, model.name
-        card["fingerprint"] = model.fingerprint_with(adapter.ref.digest)
-        card["adapter"] = adapter.ref.digest
-    return card
+        described.root, described.parent = adapter.source, model.name
+        described.fingerprint = model.fingerprint_with(adapter.ref.digest)
+        described.adapter = adapter.ref.digest
+    return described
 
 
 async def load_adapter(context: RequestContext) -> None:
@@ -122,7 +169,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/v1/models",
         handler=list_models,
         summary="List models and adapters",
-        response=response_types.Models,
+        response=Models,
     ),
     Operation(
         method="GET",
@@ -130,7 +177,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=read_model,
         summary="Find a model by its name",
         id_has_slashes=True,
-        response=response_types.Model,
+        response=Model,
         errors=(400, 404),
         path_parameter="name of the model, slashes included",
     ),

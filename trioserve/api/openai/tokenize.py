@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from trioserve.api.openai import response_types
 from trioserve.api.openai.chat_prompt import chat_prompt, prompt_cut
 from trioserve.api.openai.request_types import DetokenizeBody, TokenizeBody
 from trioserve.api.request_context import RequestContext
+from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
@@ -29,6 +29,29 @@ T = TypeVar("T")
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
+class Tokenized(Response):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Response):
+    prompt: str
+
+
+class TokenizerInfo(Response):
+    """Special tokens as text (null if the model's files name none), and the chat template."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
 async def tokenize(context: RequestContext) -> None:
     body = await context.body(TokenizeBody)
     context.model_name(body.model)
@@ -38,12 +61,12 @@ async def tokenize(context: RequestContext) -> None:
     large = LargeJson()
     await context.respond_large(
         large,
-        {
-            "count": len(token_ids),
-            "max_model_len": context.engine.model.context_tokens_max,
-            "tokens": await large.add(token_ids, list),
-            "token_strs": None if strings is None else await large.add(strings, list),
-        },
+        Tokenized(
+            count=len(token_ids),
+            max_model_len=context.engine.model.context_tokens_max,
+            tokens=await large.add(token_ids, list),
+            token_strs=None if strings is None else await large.add(strings, list),
+        ),
     )
 
 
@@ -55,7 +78,7 @@ async def detokenize(context: RequestContext) -> None:
         context.response_bound.check_text(byte_count, f"{len(body.tokens)} tokens as text", "tokens")
         prompt = await texts.decode(body.tokens)
     large = LargeJson()
-    await context.respond_large(large, {"prompt": await large.add_text(prompt)})
+    await context.respond_large(large, Detokenized(prompt=await large.add_text(prompt)))
 
 
 async def read_tokenizer_info(context: RequestContext) -> None:
@@ -68,15 +91,15 @@ async def read_tokenizer_info(context: RequestContext) -> None:
     tokenizer = engine.tokenizer
     template = tokenizer.chat_template
     await context.respond_json(
-        {
-            "tokenizer_class": TOKENIZER_CLASS,
-            "vocab_size": engine.model.vocab_size,
-            "model_max_length": engine.model.context_tokens_max,
-            "bos_token": tokenizer.bos_token,
-            "eos_token": tokenizer.eos_token,
-            "pad_token": tokenizer.pad_token,
-            "chat_template": None if template is None else template.source,
-        }
+        TokenizerInfo(
+            tokenizer_class=TOKENIZER_CLASS,
+            vocab_size=engine.model.vocab_size,
+            model_max_length=engine.model.context_tokens_max,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            pad_token=tokenizer.pad_token,
+            chat_template=None if template is None else template.source,
+        )
     )
 
 
@@ -122,7 +145,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Show the tokens of a prompt or a chat",
         forwarding=Forwarding.BY_MODEL,
         body=TokenizeBody,
-        response=response_types.Tokenized,
+        response=Tokenized,
         errors=(*READS_BODY, 404),
     ),
     Operation(
@@ -132,7 +155,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Show the text of tokens",
         forwarding=Forwarding.BY_MODEL,
         body=DetokenizeBody,
-        response=response_types.Detokenized,
+        response=Detokenized,
         errors=(*READS_BODY, 404),
     ),
     Operation(
@@ -141,6 +164,6 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=read_tokenizer_info,
         summary="Read the data that clients need to render chats and count tokens",
         forwarding=Forwarding.ANYWHERE,
-        response=response_types.TokenizerInfo,
+        response=TokenizerInfo,
     ),
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 import trio
+from msgspec import UNSET, UnsetType
 
 from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER
-from trioserve.api.openai import response_types
 from trioserve.api.operations.kv_events import load_report
+from trioserve.api.response import Response
 from trioserve.api.route_table import Operation
+from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.version import VERSION
 from trioserve.engine.lifecycle.step_times import step_trace
 from trioserve.trio_tools.task_tree import task_tree
@@ -20,9 +22,71 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.api.responder import Responder
 
-__all__ = ["OPERATIONS", "read_health", "read_load", "read_metrics", "read_ready", "read_tasks", "read_version"]
+__all__ = [
+    "OPERATIONS",
+    "Alive",
+    "NotReady",
+    "Ready",
+    "Version",
+    "read_health",
+    "read_load",
+    "read_metrics",
+    "read_ready",
+    "read_tasks",
+    "read_version",
+]
 
-STEP_OVERDUE = "step_overdue"
+STEP_OVERDUE: Final = "step_overdue"
+
+
+class Alive(Response, tag_field="status", tag="alive"):
+    """Response of a living server.
+
+    Attributes:
+        store: reason why the store's disk refuses writes. Unset: it works.
+    """
+
+    store: str | UnsetType = UNSET
+
+
+class Hangs(Response, tag_field="status", tag="hangs"):
+    """Response of a server whose engine hangs.
+
+    Attributes:
+        message: age of the step in flight.
+    """
+
+    reason: Literal["step_overdue"]
+    message: str
+
+
+class Ready(Response):
+    """Response of a server that accepts requests.
+
+    Attributes:
+        store: reason why the store's disk refuses writes. Unset: it works.
+    """
+
+    ready: Literal[True]
+    store: str | UnsetType = UNSET
+
+
+class NotReady(Response):
+    """Response of a server that accepts no requests.
+
+    Attributes:
+        reason: "loading", "draining", "engine_fault", "engine_reopening", "sleeping", "weights_in_part", "paused" or
+            "step_overdue".
+        message: age of the step in flight, with "step_overdue" only.
+    """
+
+    ready: Literal[False]
+    reason: str
+    message: str | UnsetType = UNSET
+
+
+class Version(Response):
+    version: str
 
 
 async def read_health(context: EngineContext) -> None:
@@ -35,10 +99,10 @@ async def read_health(context: EngineContext) -> None:
     """
     overdue = context.engine.step_watch.overdue()
     if overdue is None or not context.engine.step_watch.hangs():
-        await context.respond_json({"status": "alive", **_store_trouble(context)})
+        await context.respond_json(Alive(store=_store_trouble(context)))
         return
-    status = {"status": "hangs", "reason": STEP_OVERDUE, "message": overdue}
-    await context.respond_json(status, status=503, headers=((REASON_HEADER, STEP_OVERDUE),))
+    hangs = Hangs(reason=STEP_OVERDUE, message=overdue)
+    await context.respond_json(hangs, status=503, headers=((REASON_HEADER, STEP_OVERDUE),))
 
 
 async def read_ready(context: EngineContext) -> None:
@@ -65,18 +129,18 @@ async def read_ready(context: EngineContext) -> None:
     elif not context.engine.ready:
         reason = "loading"
     else:
-        await context.respond_json({"ready": True, **_store_trouble(context)})
+        await context.respond_json(Ready(ready=True, store=_store_trouble(context)))
         return
-    status = {"ready": False, "reason": reason, **({} if message is None else {"message": message})}
-    await context.respond_json(status, status=503, headers=((REASON_HEADER, reason),))
+    not_ready = NotReady(ready=False, reason=reason, message=UNSET if message is None else message)
+    await context.respond_json(not_ready, status=503, headers=((REASON_HEADER, reason),))
 
 
-def _store_trouble(context: EngineContext) -> dict[str, str]:
-    """Return the reason why the store fails, or no field. The reason is only information, because requests are served
+def _store_trouble(context: EngineContext) -> str | UnsetType:
+    """Return the reason why the store fails, or UNSET. The reason is only information, because requests are served
     without the store.
     """
     trouble = context.store_trouble
-    return {} if trouble is None else {"store": trouble}
+    return UNSET if trouble is None else trouble
 
 
 async def read_load(context: EngineContext) -> None:
@@ -91,7 +155,7 @@ async def read_load(context: EngineContext) -> None:
 
 
 async def read_version(context: EngineContext) -> None:
-    await context.respond_json({"version": VERSION})
+    await context.respond_json(Version(version=VERSION))
 
 
 async def read_metrics(context: EngineContext) -> None:
@@ -136,8 +200,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Check that the process is alive and its engine does not hang",
         needs_key=False,
         is_polled=True,
-        response=response_types.Alive,
-        not_ready=response_types.Hangs,
+        response=Alive,
+        not_ready=Hangs,
     ),
     Operation(
         method="GET",
@@ -146,8 +210,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Check that the server accepts requests",
         needs_key=False,
         is_polled=True,
-        response=response_types.Ready,
-        not_ready=response_types.NotReady,
+        response=Ready,
+        not_ready=NotReady,
     ),
     Operation(
         method="GET",
@@ -156,7 +220,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Read the load",
         needs_key=False,
         is_polled=True,
-        response=response_types.Load,
+        response=EndpointLoad,
     ),
     Operation(
         method="GET",
@@ -165,7 +229,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Version of the server",
         needs_key=False,
         is_polled=True,
-        response=response_types.Version,
+        response=Version,
     ),
     Operation(
         method="GET",

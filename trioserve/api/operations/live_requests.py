@@ -6,22 +6,25 @@ keys, everybody sees all requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from msgspec import UNSET, UnsetType
 
 from trioserve.api.caller import check_may_operate
 from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import HandedOver, Refusal, refusal
-from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody, ControlBody, decode_body
 from trioserve.api.request_context import RequestContext
+from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.api.sse import encode
-from trioserve.api.streams.cursors import resume_body, shown_logprobs
+from trioserve.api.streams.cursors import ResumeBody, resume_body, shown_logprobs
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.events import AbortOutcome, HandOverOutcome
+from trioserve.contracts.events import AbortOutcome, FinishReason, HandOverOutcome, Phase, TokenLogprob
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.thinking import ReasoningOutcome
+from trioserve.contracts.weights import WeightVersions
 
 if TYPE_CHECKING:
     from trioserve.contracts.resume import AbortResult, Partial
@@ -30,6 +33,10 @@ __all__ = [
     "HAND_OVER",
     "OPERATIONS",
     "REQUEST_PATH",
+    "AbortedRequests",
+    "PartialResult",
+    "RequestAbort",
+    "RequestAborts",
     "abort_request",
     "abort_requests",
     "checked_ids",
@@ -46,9 +53,99 @@ REQUEST_PATH = "/v1/requests/"
 ABORTS_MAX = 1000  # The number of ids in one call is limited, because each id adds an entry to the response.
 
 
+class LiveRequest(Response, tag_field="object", tag="request"):
+    """A running request.
+
+    Attributes:
+        age_seconds: time since the request arrived.
+        blocks: blocks of the KV cache that the request uses, or that are held for another engine (state "held").
+    """
+
+    id: str
+    state: str
+    phase: Phase
+    priority: int
+    age_seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+    blocks: int
+
+
+class LiveRequests(Response, tag_field="object", tag="list"):
+    data: list[LiveRequest]
+
+
+class PartialChoice(Response):
+    """Partial result of one choice.
+
+    Attributes:
+        weight_versions: pairs of a weight version and the number of tokens that it sampled. Empty: the weights were
+            never replaced.
+    """
+
+    index: int
+    token_ids: Sequence[int]
+    logprobs: list[TokenLogprob] | None
+    weight_versions: WeightVersions
+    finish_reason: FinishReason | None
+
+
+class PartialResult(Response):
+    """Output that the client of a request has received, or receives by the end of its response.
+
+    Attributes:
+        resume: value of the field `resume` in the next, otherwise unchanged request. It continues the response.
+    """
+
+    choices: list[PartialChoice]
+    resume: ResumeBody
+
+
+class RequestAbort(Response, tag_field="object", tag="request.abort"):
+    """Result of aborting one id.
+
+    Attributes:
+        partials: partial results, one for each request with this id. Unset: they were not asked for.
+    """
+
+    id: str
+    result: AbortOutcome
+    partials: list[PartialResult] | UnsetType = UNSET
+
+
+class RequestControl(Response, tag_field="object", tag="request.control"):
+    """Result of a change to a running request.
+
+    Attributes:
+        result: "ending": the model writes the end of the reasoning next.
+    """
+
+    id: str
+    result: Literal["ending"]
+
+
+class RequestHandOver(Response, tag_field="object", tag="request.hand_over"):
+    id: str
+    result: Literal["handed_over"]
+
+
+class RequestAborts(Response, tag_field="object", tag="list"):
+    data: list[RequestAbort]
+
+
+class AbortedRequests(Response, tag_field="status", tag="aborted"):
+    """Result of vLLM's /abort_requests.
+
+    Attributes:
+        aborted: number of running requests that were aborted.
+    """
+
+    aborted: int
+
+
 async def list_requests(context: RequestContext) -> None:
     views = context.engine.live_requests(owner=context.owner)
-    await context.respond_json({"object": "list", "data": [_shown(view) for view in views]})
+    await context.respond_json(LiveRequests(data=[_shown(view) for view in views]))
 
 
 async def abort_request(context: EngineContext) -> None:
@@ -64,7 +161,7 @@ async def abort_request(context: EngineContext) -> None:
     outcome = context.engine.abort([request_id], owner=context.owner)[request_id]
     if outcome is AbortOutcome.UNKNOWN:
         raise unknown_request(request_id)
-    await context.respond_json({"id": request_id, "object": "request.abort", "result": outcome.value})
+    await context.respond_json(RequestAbort(id=request_id, result=outcome))
 
 
 def unknown_request(request_id: str) -> Refusal:
@@ -108,15 +205,8 @@ async def respond_aborted(context: EngineContext, body: AbortBody) -> None:
         InvalidRequest: there are too many ids, or none.
     """
     outcomes = context.engine.abort(checked_ids(body.ids), owner=context.owner, min_age_seconds=body.min_age_seconds)
-    await context.respond_json(
-        {
-            "object": "list",
-            "data": [
-                {"id": request_id, "object": "request.abort", "result": outcome.value}
-                for request_id, outcome in outcomes.items()
-            ],
-        }
-    )
+    results = [RequestAbort(id=request_id, result=outcome) for request_id, outcome in outcomes.items()]
+    await context.respond_json(RequestAborts(data=results))
 
 
 def checked_ids(ids: list[str]) -> list[str]:
@@ -133,18 +223,17 @@ def checked_ids(ids: list[str]) -> list[str]:
     return ids
 
 
-def _shown(view: LiveRequestView) -> dict[str, object]:
-    return {
-        "id": view.id,
-        "object": "request",
-        "state": view.state,
-        "phase": view.phase.value,
-        "priority": view.priority,
-        "age_seconds": round(view.age_seconds, 3),
-        "prompt_tokens": view.prompt_token_count,
-        "completion_tokens": view.completion_token_count,
-        "blocks": view.block_count,
-    }
+def _shown(view: LiveRequestView) -> LiveRequest:
+    return LiveRequest(
+        id=view.id,
+        state=view.state,
+        phase=view.phase,
+        priority=view.priority,
+        age_seconds=round(view.age_seconds, 3),
+        prompt_tokens=view.prompt_token_count,
+        completion_tokens=view.completion_token_count,
+        blocks=view.block_count,
+    )
 
 
 async def abort_with_partials(context: RequestContext) -> None:
@@ -207,34 +296,36 @@ async def abort_for_vllm(context: RequestContext) -> None:
         ids = [view.id for view in context.engine.live_requests(owner=context.owner)]
     outcomes = context.engine.abort(ids, owner=context.owner)
     aborted = sum(outcome is AbortOutcome.ABORTED for outcome in outcomes.values())
-    await context.respond_json({"status": "aborted", "aborted": aborted})
+    await context.respond_json(AbortedRequests(aborted=aborted))
 
 
 async def _respond(context: RequestContext, cut: Mapping[str, AbortResult], *, with_partials: bool) -> None:
-    data = []
-    for request_id, one in cut.items():
-        row: dict[str, object] = {"id": request_id, "object": "request.abort", "result": one.outcome.value}
-        if with_partials:
-            row["partials"] = [_partial_shown(partial) for partial in one.partials]
-        data.append(row)
-    await context.respond_json({"object": "list", "data": data})
+    results = [
+        RequestAbort(
+            id=request_id,
+            result=one.outcome,
+            partials=[_partial_shown(partial) for partial in one.partials] if with_partials else UNSET,
+        )
+        for request_id, one in cut.items()
+    ]
+    await context.respond_json(RequestAborts(data=results))
 
 
-def _partial_shown(partial: Partial) -> dict[str, object]:
+def _partial_shown(partial: Partial) -> PartialResult:
     resume = partial.resume
-    return {
-        "choices": [
-            {
-                "index": index,
-                "token_ids": choice.token_ids,
-                "logprobs": None if choice.logprobs is None else shown_logprobs(choice.logprobs),
-                "weight_versions": choice.weight_versions,
-                "finish_reason": None if choice.finish_reason is None else choice.finish_reason.value,
-            }
+    return PartialResult(
+        choices=[
+            PartialChoice(
+                index=index,
+                token_ids=choice.token_ids,
+                logprobs=None if choice.logprobs is None else shown_logprobs(choice.logprobs),
+                weight_versions=choice.weight_versions,
+                finish_reason=choice.finish_reason,
+            )
             for index, choice in enumerate(partial.choices)
         ],
-        "resume": resume_body([resume], prompt_digest=resume.prompt_digest, seed=resume.seed),
-    }
+        resume=resume_body([resume], prompt_digest=resume.prompt_digest, seed=resume.seed),
+    )
 
 
 async def control_request(context: RequestContext) -> None:
@@ -263,7 +354,7 @@ async def control_request(context: RequestContext) -> None:
             f"the request {request_id!r} has no reasoning to end: its model writes none, or the reasoning has "
             "ended already",
         )
-    await context.respond_json({"id": request_id, "object": "request.control", "result": outcome.value})
+    await context.respond_json(RequestControl(id=request_id, result="ending"))
 
 
 HAND_OVER = "/hand-over"
@@ -290,7 +381,7 @@ async def hand_over_stream(context: RequestContext) -> None:
             f"the request {request_id!r} cannot be handed over: it does not run at this moment, or it is not a "
             "stream that was requested with X-Trioserve-Resumable",
         )
-    await context.respond_json({"id": request_id, "object": "request.hand_over", "result": outcome.value})
+    await context.respond_json(RequestHandOver(id=request_id, result="handed_over"))
 
 
 def hand_over_event(handed: HandedOver) -> bytes:
@@ -312,7 +403,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         is_operators=True,
         description="Lists the requests of the caller's key, or all requests with the admin's key or without keys. "
         "Includes finished requests whose blocks are held for another engine.",
-        response=response_types.LiveRequests,
+        response=LiveRequests,
     ),
     Operation(
         method="DELETE",
@@ -322,7 +413,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         id_has_slashes=True,
         description="Its blocks are free after the next step. A streaming client gets an error event. If the request "
         "has finished and its blocks are held for another engine, they are released.",
-        response=response_types.RequestAbort,
+        response=RequestAbort,
         errors=(400, 404),
         path_parameter="the request's X-Request-Id",
     ),
@@ -333,7 +424,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Abort several requests",
         description="With return_partial, the response has the partial result of each request, which can be resumed.",
         body=AbortBody,
-        response=response_types.RequestAborts,
+        response=RequestAborts,
         errors=READS_BODY,
     ),
     Operation(
@@ -342,7 +433,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=abort_for_sglang,
         summary="Abort one request, or all of the caller (SGLang's name)",
         body=AbortRequestBody,
-        response=response_types.RequestAborts,
+        response=RequestAborts,
         errors=READS_BODY,
     ),
     Operation(
@@ -351,7 +442,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=abort_for_vllm,
         summary="Abort several requests (vLLM's name)",
         body=AbortRequestsBody,
-        response=response_types.AbortedRequests,
+        response=AbortedRequests,
         errors=READS_BODY,
     ),
     Operation(
@@ -362,7 +453,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         id_has_slashes=True,
         description="The model continues after the end of the reasoning. 409 if the request has no reasoning to end.",
         body=ControlBody,
-        response=response_types.RequestControl,
+        response=RequestControl,
         errors=(*READS_BODY, 404, 409),
         path_parameter="the request's X-Request-Id",
     ),
@@ -375,7 +466,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         description="The stream ends after the step in flight at the latest, with a last complete group. If a "
         "connector holds its KV, an event then says how to fetch it. Only running streams that were requested with "
         "X-Trioserve-Resumable can be handed over; 409 otherwise.",
-        response=response_types.RequestHandOver,
+        response=RequestHandOver,
         errors=(400, 404, 409),
         path_parameter="the request's X-Request-Id",
     ),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import PauseBody, decode_body
 from trioserve.api.query import Query
+from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.contracts.errors import InvalidRequest
 
@@ -21,6 +21,26 @@ __all__ = ["OPERATIONS", "continue_generation", "pause", "pause_generation", "re
 
 MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
+
+
+class PauseStatus(Response):
+    status: Literal["paused", "resumed"]
+
+
+class CacheReset(Response, tag_field="status", tag="ok"):
+    """Response after the prefix cache was emptied."""
+
+
+class IsPaused(Response):
+    is_paused: bool
+
+
+class IsSleeping(Response):
+    is_sleeping: bool
+
+
+class PauseChanged(Response, tag_field="status", tag="ok"):
+    message: str
 
 
 async def pause(context: EngineContext) -> None:
@@ -40,16 +60,16 @@ async def pause(context: EngineContext) -> None:
     waits = query.flag("wait_for_inflight_requests", False)
     mode = query.choice("mode", tuple(MODES), "abort")
     await context.pause(MODES["wait" if waits else mode], clear_cache=query.flag("clear_cache", True))
-    await context.respond_json({"status": "paused"})
+    await context.respond_json(PauseStatus(status="paused"))
 
 
 async def resume(context: EngineContext) -> None:
     context.engine.resume_generation()
-    await context.respond_json({"status": "resumed"})
+    await context.respond_json(PauseStatus(status="resumed"))
 
 
 async def read_is_paused(context: EngineContext) -> None:
-    await context.respond_json({"is_paused": context.engine.is_paused})
+    await context.respond_json(IsPaused(is_paused=context.engine.is_paused))
 
 
 async def pause_generation(context: EngineContext) -> None:
@@ -65,12 +85,12 @@ async def pause_generation(context: EngineContext) -> None:
     raw = await context.exchange.body()
     body = decode_body(raw, PauseBody) if raw else PauseBody()
     await context.pause(SGLANG_MODES[body.mode], clear_cache=False)
-    await context.respond_json({"message": "Generation paused successfully.", "status": "ok"})
+    await context.respond_json(PauseChanged(message="Generation paused successfully."))
 
 
 async def continue_generation(context: EngineContext) -> None:
     context.engine.resume_generation()
-    await context.respond_json({"message": "Generation continued successfully.", "status": "ok"})
+    await context.respond_json(PauseChanged(message="Generation continued successfully."))
 
 
 async def sleep(context: EngineContext) -> None:
@@ -112,7 +132,7 @@ async def read_is_sleeping(context: EngineContext) -> None:
 
 
 async def _respond(context: EngineContext) -> None:
-    await context.respond_json({"is_sleeping": context.engine.is_sleeping})
+    await context.respond_json(IsSleeping(is_sleeping=context.engine.is_sleeping))
 
 
 async def reset_prefix_cache(context: RequestContext) -> None:
@@ -132,7 +152,7 @@ async def reset_prefix_cache(context: RequestContext) -> None:
             param="reset_external",
         )
     context.engine.reset_prefix_cache(retract=query.flag("reset_running_requests", False))
-    await context.respond_json({"status": "ok"})
+    await context.respond_json(CacheReset())
 
 
 async def flush_cache(context: RequestContext) -> None:
@@ -145,7 +165,7 @@ async def flush_cache(context: RequestContext) -> None:
         Refusal: the caller is not the admin (403).
     """
     context.engine.reset_prefix_cache()
-    await context.respond_json({"message": "Cache flushed.", "status": "ok"})
+    await context.respond_json(PauseChanged(message="Cache flushed."))
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
@@ -157,7 +177,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         admin_action="pausing the engine",
         is_operators=True,
         description="Responds when no step is in flight. New requests wait.",
-        response=response_types.PauseStatus,
+        response=PauseStatus,
         errors=(400, 403, 503),
         query={
             "mode": (
@@ -178,7 +198,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Resume after a pause",
         admin_action="pausing the engine",
         is_operators=True,
-        response=response_types.PauseStatus,
+        response=PauseStatus,
         errors=(400, 403),
     ),
     Operation(
@@ -187,7 +207,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=read_is_paused,
         summary="Say if the engine is paused",
         admin_action="pausing the engine",
-        response=response_types.IsPaused,
+        response=IsPaused,
         errors=(400, 403),
     ),
     Operation(
@@ -198,7 +218,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         admin_action="pausing the engine",
         is_operators=True,
         body=PauseBody,
-        response=response_types.PauseChanged,
+        response=PauseChanged,
         errors=(*READS_BODY, 403),
     ),
     Operation(
@@ -208,7 +228,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Resume after a pause (SGLang's name of /resume)",
         admin_action="pausing the engine",
         is_operators=True,
-        response=response_types.PauseChanged,
+        response=PauseChanged,
         errors=(400, 403),
     ),
     Operation(
@@ -219,7 +239,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         admin_action="sleeping",
         is_operators=True,
         description="Pauses first. Responds when the memory is free. New requests wait.",
-        response=response_types.IsSleeping,
+        response=IsSleeping,
         errors=(400, 403, 503),
         query={
             "level": (
@@ -240,7 +260,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Allocate the memory again, and resume",
         admin_action="sleeping",
         is_operators=True,
-        response=response_types.IsSleeping,
+        response=IsSleeping,
         errors=(400, 403, 503),
     ),
     Operation(
@@ -249,7 +269,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=read_is_sleeping,
         summary="Say if the engine sleeps",
         admin_action="sleeping",
-        response=response_types.IsSleeping,
+        response=IsSleeping,
         errors=(400, 403),
     ),
     Operation(
@@ -260,7 +280,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         admin_action="emptying the cache",
         is_operators=True,
         description="Running requests keep their blocks.",
-        response=response_types.CacheReset,
+        response=CacheReset,
         errors=(400, 403),
         query={
             "reset_running_requests": (
@@ -280,7 +300,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Empty the prefix cache (SGLang's name of /reset_prefix_cache)",
         admin_action="emptying the cache",
         is_operators=True,
-        response=response_types.PauseChanged,
+        response=PauseChanged,
         errors=(400, 403),
     ),
 )

@@ -6,14 +6,12 @@ the tenant that they name.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import trio
 
 from trioserve.api.caller import CallerKind
 from trioserve.api.error_responses import refusal
-from trioserve.api.openai.response_types import Response
 from trioserve.api.request_context import RequestContext
+from trioserve.api.response import Response
 from trioserve.api.route_table import Forwarding, Operation
 from trioserve.engine.sessions import LiveSession, SessionEnd
 
@@ -23,7 +21,7 @@ SESSION_PATH = "/v1/sessions/"
 """Path before a session's name, which may have slashes."""
 
 
-class ShownSession(Response):
+class ShownSession(Response, tag_field="object", tag="session"):
     """An open session.
 
     Attributes:
@@ -37,7 +35,6 @@ class ShownSession(Response):
     """
 
     id: str
-    object: Literal["session"]
     turns: int
     running: int
     age_seconds: float
@@ -46,27 +43,24 @@ class ShownSession(Response):
     retention_seconds: float
 
 
-class ShownSessions(Response):
-    object: Literal["list"]
+class ShownSessions(Response, tag_field="object", tag="list"):
     data: list[ShownSession]
 
 
-class DeletedSession(Response):
+class DeletedSession(Response, tag_field="object", tag="session"):
     id: str
-    object: Literal["session"]
     deleted: bool
 
 
 async def list_sessions(context: RequestContext) -> None:
     now = trio.current_time()
     shown = [_shown(session, now) for session in context.engine.sessions if context.owner in (None, session.owner)]
-    await context.respond_json(ShownSessions("list", shown))
+    await context.respond_json(ShownSessions(data=shown))
 
 
 def _shown(session: LiveSession, now: float) -> ShownSession:
     return ShownSession(
         id=session.name,
-        object="session",
         turns=session.turn_count,
         running=len(session.turns),
         age_seconds=round(now - session.opened_at, 3),
@@ -95,7 +89,7 @@ async def delete_session(context: RequestContext) -> None:
         raise refusal("session_not_found", f"you have no open session {name[:80]!r}: it has ended, or never began")
     for session in found:
         session.end(SessionEnd.DELETED)
-    await context.respond_json(DeletedSession(name, "session", True))
+    await context.respond_json(DeletedSession(id=name, deleted=True))
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
-from trioserve.api.error_responses import error_response
-from trioserve.api.openai import response_types
+from msgspec import UNSET, UnsetType
+
+from trioserve.api.error_responses import Error, error_response
 from trioserve.api.openai.request_types import (
     BroadcastWeightsBody,
     InFlight,
@@ -19,6 +20,7 @@ from trioserve.api.openai.request_types import (
     WeightsBody,
     WeightsOnDiskBody,
 )
+from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.contracts.errors import InvalidRequest, TrioserveError, WeightsLost
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightGroup, WeightSource
@@ -36,6 +38,44 @@ __all__ = [
     "update_weights_from_distributed",
     "update_weights_from_shared_memory",
 ]
+
+
+class WeightUpdate(Response):
+    """Result of a weight update.
+
+    Attributes:
+        weight_version: version of the new weights, if success is true.
+    """
+
+    success: bool
+    message: str
+    weight_version: str | UnsetType = UNSET
+
+
+class WeightUpdateError(Error):
+    """Error of a weight update.
+
+    Attributes:
+        success: false, as in SGLang. Unset if the body could not be read.
+        message: reason, as in SGLang. Unset if the body could not be read.
+    """
+
+    success: bool | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+
+
+class WeightVersion(Response):
+    weight_version: str
+
+
+class WorldSize(Response):
+    """Size of the engine in a group with a trainer.
+
+    Attributes:
+        world_size: number of members of the group that belong to this engine.
+    """
+
+    world_size: int
 
 
 async def update_weights_from_disk(context: RequestContext) -> None:
@@ -134,11 +174,11 @@ async def _change_group(context: RequestContext, change: Awaitable[None], done: 
     except InvalidRequest as refusal:
         await _refuse(context, refusal)
         return
-    await context.respond_json({"success": True, "message": f"The engine has {done}."})
+    await context.respond_json(WeightUpdate(success=True, message=f"The engine has {done}."))
 
 
 async def read_weight_version(context: RequestContext) -> None:
-    await context.respond_json({"weight_version": context.engine.weight_version})
+    await context.respond_json(WeightVersion(weight_version=context.engine.weight_version))
 
 
 async def read_world_size(context: RequestContext) -> None:
@@ -148,7 +188,7 @@ async def read_world_size(context: RequestContext) -> None:
     Args:
         context: the request.
     """
-    await context.respond_json({"world_size": 1})
+    await context.respond_json(WorldSize(world_size=1))
 
 
 async def _update(context: RequestContext, source: WeightSource, body: WeightsBody) -> None:
@@ -170,14 +210,14 @@ async def _update(context: RequestContext, source: WeightSource, body: WeightsBo
     if body.flush_cache:  # No request can hit blocks of older weights, so these blocks are freed.
         context.engine.reset_prefix_cache()
     message = f"The weights were replaced: their version is {version}."
-    await context.respond_json({"success": True, "message": message, "weight_version": version})
+    await context.respond_json(WeightUpdate(success=True, message=message, weight_version=version))
 
 
 async def _refuse(context: RequestContext, error: TrioserveError) -> None:
     """Send an error with the fields of SGLang and with those of this server."""
     response = error_response(error)
-    body = {"success": False, "message": response.message, **response.body()}
-    await context.respond_json(body, status=response.status, headers=response.headers)
+    refused = WeightUpdateError(error=response.body().error, success=False, message=response.message)
+    await context.respond_json(refused, status=response.status, headers=response.headers)
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
@@ -192,8 +232,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         "names of its checkpoint. If a tensor does not fit, the update is refused and nothing changes. Responds when "
         "steps use the new weights.",
         body=WeightsOnDiskBody,
-        response=response_types.WeightUpdate,
-        error=response_types.WeightUpdateError,
+        response=WeightUpdate,
+        error=WeightUpdateError,
         errors=(*READS_BODY, 403, 500, 503),
     ),
     Operation(
@@ -204,8 +244,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         is_operators=True,
         admin_action="replacing weights",
         body=SharedWeightsBody,
-        response=response_types.WeightUpdate,
-        error=response_types.WeightUpdateError,
+        response=WeightUpdate,
+        error=WeightUpdateError,
         errors=(*READS_BODY, 403, 500, 503),
     ),
     Operation(
@@ -217,8 +257,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         admin_action="replacing weights",
         description="The engine must have joined the trainer's group. The trainer sends after this request.",
         body=BroadcastWeightsBody,
-        response=response_types.WeightUpdate,
-        error=response_types.WeightUpdateError,
+        response=WeightUpdate,
+        error=WeightUpdateError,
         errors=(*READS_BODY, 403, 500, 503),
     ),
     Operation(
@@ -230,8 +270,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         admin_action="replacing weights",
         description="Responds when all members have joined. The trainer is rank 0, and listens at the address.",
         body=WeightGroupBody,
-        response=response_types.WeightUpdate,
-        error=response_types.WeightUpdateError,
+        response=WeightUpdate,
+        error=WeightUpdateError,
         errors=(*READS_BODY, 403, 503),
     ),
     Operation(
@@ -242,8 +282,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         is_operators=True,
         admin_action="replacing weights",
         body=WeightGroupNameBody,
-        response=response_types.WeightUpdate,
-        error=response_types.WeightUpdateError,
+        response=WeightUpdate,
+        error=WeightUpdateError,
         errors=(*READS_BODY, 403),
     ),
     Operation(
@@ -251,20 +291,20 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/get_weight_version",
         handler=read_weight_version,
         summary="Read the version of the weights in use",
-        response=response_types.WeightVersion,
+        response=WeightVersion,
     ),
     Operation(
         method="GET",
         path="/weight_info",
         handler=read_weight_version,
         summary="Read the version of the weights in use (vLLM's name)",
-        response=response_types.WeightVersion,
+        response=WeightVersion,
     ),
     Operation(
         method="GET",
         path="/get_world_size",
         handler=read_world_size,
         summary="Count the members of a trainer's group that this engine has",
-        response=response_types.WorldSize,
+        response=WorldSize,
     ),
 )

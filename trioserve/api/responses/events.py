@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from trioserve.api.generation import PARTIAL_FINISH, Usage
+from trioserve.api.openai.response_types import ChatToken
 from trioserve.api.responses.response_object import Item, ResponseHead, item_id, response_error, usage_object
 from trioserve.api.responses.tools import CallKind
 from trioserve.api.sse import one_line_json
@@ -35,7 +36,7 @@ from trioserve.text.response_parts import (
 __all__ = ["Event", "ResponseEvents", "event_bytes"]
 
 Event = dict[str, Any]
-Logprobs = Callable[[Delta], list[dict[str, object]]]
+Logprobs = Callable[[Delta], list[ChatToken]]
 
 
 def event_bytes(event: Event) -> bytes:
@@ -220,7 +221,7 @@ class ResponseEvents:
 
     # --- content and reasoning ---
 
-    def _take_text(self, text: str, logprobs: list[dict[str, object]]) -> list[Event]:
+    def _take_text(self, text: str, logprobs: list[ChatToken]) -> list[Event]:
         events: list[Event] = []
         opened = self._text
         if opened is None or not opened.is_message:
@@ -403,7 +404,7 @@ class _OpenText:
         self.index = index
         self.kind = kind
         self.pieces: list[str] = []
-        self.logprobs: list[dict[str, object]] = []
+        self.logprobs: list[ChatToken] = []
 
     @property
     def is_message(self) -> bool:
@@ -435,7 +436,7 @@ class _OpenCall:
         self.pieces: list[str] = []
 
 
-def _text_part(text: str, logprobs: list[dict[str, object]]) -> dict[str, Any]:
+def _text_part(text: str, logprobs: list[ChatToken]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 

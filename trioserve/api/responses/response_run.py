@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from trioserve.api.error_responses import ErrorResponse, error_response
 from trioserve.api.generation import PARTIAL_FINISH, KeepAlive, Usage
-from trioserve.api.openai.logprobs import chat_logprobs
+from trioserve.api.openai.logprobs import chat_tokens
+from trioserve.api.openai.response_types import ChatToken
 from trioserve.api.responses.events import Event, ResponseEvents
 from trioserve.api.responses.plan import PlannedResponse
 from trioserve.api.responses.stored_responses import StoredResponse
@@ -60,9 +61,8 @@ class ResponseRun:
         self._clock = context.clock_and_ids
         tokenizer = context.engine.tokenizer
 
-        def logprobs_of(delta: Delta) -> list[dict[str, object]]:
-            content: Any = chat_logprobs(tokenizer, delta.logprobs or ())["content"]
-            return content  # type: ignore[no-any-return]  # its shape is in chat_logprobs
+        def logprobs_of(delta: Delta) -> list[ChatToken]:
+            return chat_tokens(tokenizer, delta.logprobs or ())
 
         self.events = ResponseEvents(
             planned.head, logprobs_of=logprobs_of if planned.head.body.wants_logprobs else None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from trioserve.api.error_responses import refusal
 from trioserve.api.query import Query
+from trioserve.api.response import Response
 from trioserve.api.route_table import Forwarding, Operation
 from trioserve.api.server_context import ServerContext
 from trioserve.api.streams.cursors import LAST_EVENT_ID
@@ -20,6 +19,11 @@ __all__ = ["OPERATIONS", "delete_stream", "end_kept_stream", "read_kept_stream",
 
 NUMBER_MAX = 2**53
 READERS_MAX = 2**31
+
+
+class DeletedStream(Response, tag_field="object", tag="stream"):
+    id: str
+    deleted: bool
 
 
 async def read_stream(context: ServerContext) -> None:
@@ -50,7 +54,7 @@ async def delete_stream(context: ServerContext) -> None:
     """
     stream = context.server.detached.find(_stream_id(context), context.owner)
     await context.server.detached.delete(stream)
-    await context.respond_json({"id": stream.id, "object": "stream", "deleted": True})
+    await context.respond_json(DeletedStream(id=stream.id, deleted=True))
 
 
 async def read_kept_stream(context: ServerContext) -> None:
@@ -89,17 +93,11 @@ async def end_kept_stream(context: ServerContext) -> None:
     is_ended = reader >= stream.reader_count
     if is_ended:
         await streams.delete(stream)
-    await context.respond_json({"id": stream.id, "object": "stream", "deleted": is_ended})
+    await context.respond_json(DeletedStream(id=stream.id, deleted=is_ended))
 
 
 def _stream_id(context: ServerContext) -> str:
     return context.exchange.path.split("/")[3]
-
-
-class DeletedStream(msgspec.Struct, forbid_unknown_fields=True):
-    id: str
-    object: Literal["stream"]
-    deleted: bool
 
 
 KEPT_ID = "value of X-Trioserve-Keep in the request that began the stream"
