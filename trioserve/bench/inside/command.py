@@ -43,6 +43,11 @@ PARTS = {
         "decode steps with and without LoRA adapters, in turns",
         "trioserve.bench.inside.adapter_bench",
     ),
+    "agents": Part(
+        "session retention against plain recency: sessions of agents and other traffic in the real core, in virtual "
+        "time; no model",
+        "trioserve.bench.inside.agent_replay",
+    ),
     "calls": Part(
         "Python calls of four flows: prompt in, token out, disconnect to abort, relayed event; no model",
         "trioserve.bench.inside.call_counts",
