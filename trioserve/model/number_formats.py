@@ -18,6 +18,7 @@ __all__ = [
     "KvFormat",
     "Values",
     "are_finite",
+    "bytes_of",
     "convert",
     "dtype_of",
     "empty_values",
@@ -57,6 +58,15 @@ def values_of(stored: npt.NDArray[np.uint8], dtype: Dtype) -> Values:
         One-dimensional array that shares the memory of `stored`.
     """
     return cast(Values, stored.reshape(-1).view(_ARRAY_TYPES[dtype]))
+
+
+def bytes_of(values: Values) -> npt.NDArray[np.uint8]:
+    """Return the bytes of some values, the inverse of values_of.
+
+    Args:
+        values: array in any of the formats. It is copied if it is not contiguous.
+    """
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
 def dtype_of(values: Values) -> Dtype:

@@ -5,7 +5,8 @@ The arrays of a step are adjacent in pinned memory. One copy transfers all array
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trioserve.model.gpu import new_event
+from trioserve.model.loading.stored_tensor import Bytes
 from trioserve.model.number_formats import Dtype, Values, dtype_of
-from trioserve.model.weights import Slot
+from trioserve.model.staged_copies import BUFFER_BYTES, BUFFER_COUNT, Staging
+from trioserve.model.weights import Slot, StagedSlot
 
-__all__ = ["TORCH_DTYPES", "TensorSlot", "as_tensor", "Sending"]
+__all__ = ["TORCH_DTYPES", "PinnedStaging", "TensorSlot", "as_tensor", "Sending"]
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -53,15 +57,60 @@ class TensorSlot(NamedTuple):
     block_type: str | None = None
     fill_blocks: Callable[[Tensor], object] | None = None
 
-    def for_values(self) -> Slot:
-        """Return a Slot that accepts numpy values from a checkpoint."""
+    def for_values(self, staging: Staging | None = None) -> Slot:
+        """Return a Slot that accepts numpy values from a checkpoint.
+
+        Args:
+            staging: host buffers through which the slot is filled. None: it is filled directly.
+        """
         slot = Slot(self.name, self.shape, _NAMES[self.dtype], lambda values: self.fill(as_tensor(values)))
         fill_blocks = self.fill_blocks
-        if fill_blocks is None:
+        if fill_blocks is not None:
+            slot = slot._replace(
+                block_type=self.block_type, fill_blocks=lambda blocks: fill_blocks(torch.from_numpy(blocks))
+            )
+        if staging is None:
             return slot
-        return slot._replace(
-            block_type=self.block_type, fill_blocks=lambda blocks: fill_blocks(torch.from_numpy(blocks))
-        )
+        staged = StagedSlot(staging, self._fill_from, None if fill_blocks is None else self._fill_blocks_from)
+        return slot._replace(staged=staged)
+
+    def _fill_from(self, memory: Tensor) -> None:
+        self.fill(memory.view(self.dtype).view(self.shape))
+
+    def _fill_blocks_from(self, memory: Tensor) -> None:
+        assert self.fill_blocks is not None, "a slot without a block type"
+        self.fill_blocks(memory.view(self.shape[0], -1))
+
+
+class PinnedStaging:
+    """Staging in pinned memory. The device executes the copies in the order of the calls.
+
+    Args:
+        device: destination.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @functools.cached_property
+    def _host(self) -> list[Tensor]:
+        is_pinned = self._device.type == "cuda"
+        return [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(BUFFER_COUNT)]
+
+    @functools.cached_property
+    def buffers(self) -> Sequence[Bytes]:
+        return [buffer.numpy() for buffer in self._host]
+
+    def reserve(self, byte_count: int) -> Tensor:
+        return torch.empty(byte_count, dtype=torch.uint8, device=self._device)
+
+    def send(self, buffer: int, byte_count: int, to: Tensor, offset: int) -> Callable[[], object]:
+        to[offset : offset + byte_count].copy_(self._host[buffer][:byte_count], non_blocking=True)
+        if self._device.type != "cuda":
+            return lambda: None
+        event = new_event()
+        event.record()
+        return event.synchronize
 
 
 # Enough for 4,096 prompt tokens and 64 decodes of 4,000 tokens. A larger step needs several copies.

@@ -19,7 +19,7 @@ from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.decoder import Decoder
-from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
+from trioserve.model.device import DeviceType, default_thread_count, set_torch_threads, step_weight_bytes
 from trioserve.model.device_sampler import DeviceSampler, reach_end
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import LatentAttentionConfig
@@ -28,6 +28,7 @@ from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.sampler import finite_rows, largest_samples, sample, token_logprobs
 from trioserve.model.settings import ModelSettings
+from trioserve.model.staged_copies import BUFFER_COUNT
 from trioserve.model.static_decode import RECORD_SECONDS_MAX, CudaGraphRecorder, StaticDecode
 from trioserve.model.step_model import (
     PROMPT_LOGPROB_ROWS,
@@ -48,7 +49,7 @@ from trioserve.model.step_tensors import (
     build_step_tensors,
 )
 from trioserve.model.torch_adapters import AdapterColumns, TorchAdapter, adapter_rows
-from trioserve.model.torch_formats import TORCH_DTYPES, Sending, TensorSlot
+from trioserve.model.torch_formats import TORCH_DTYPES, PinnedStaging, Sending, TensorSlot
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels, why_not_triton
 from trioserve_kernels.four_bits import BLOCK_TYPES
@@ -79,7 +80,6 @@ class TorchStepModel:
     """
 
     warms_by_shape = True
-    loading_threads = 1  # For a second computing thread, torch would create a second team of threads.
 
     def __init__(
         self,
@@ -179,8 +179,15 @@ class TorchStepModel:
         """
         return self.launches and not self._settings.enforce_eager
 
+    @property
+    def loading_threads(self) -> int:
+        if self.device == "cpu":
+            return 1  # For a second computing thread, torch would create a second team of threads.
+        return max(1, min(BUFFER_COUNT, default_thread_count() // self._settings.ranks_here))
+
     def slots(self) -> Iterator[Slot]:
-        return (slot.for_values() for slot in self.tensor_slots())
+        staging = PinnedStaging(self._shape.device) if self.device == "cuda" else None
+        return (slot.for_values(staging) for slot in self.tensor_slots())
 
     def tensor_slots(self) -> Iterator[TensorSlot]:
         """Yield the loading slots for weights that are already torch tensors, possibly on the device."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
-from trioserve.model.number_formats import Dtype, Values
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values, bytes_of
+from trioserve.model.staged_copies import BUFFER_BYTES, Piece, StagedWeight, Staging, copied
 from trioserve_kernels.native import Library, Loading
 from trioserve_kernels.structs import FileRowsStruct, RowsKind
 
-__all__ = ["Progress", "RowsTarget", "Slot", "fill_slot", "fill_slots", "paired"]
+__all__ = ["Progress", "RowsTarget", "Slot", "StagedSlot", "fill_slot", "fill_slots", "paired"]
 
 Progress = Callable[[int, int], None]
 """progress(bytes_done, bytes_total) is called when reading begins, and then repeatedly. An exception from it ends the
@@ -46,6 +49,20 @@ class RowsTarget(NamedTuple):
     pairs_of: int = 0
 
 
+class StagedSlot(NamedTuple):
+    """Destination of one weight on another device.
+
+    Attributes:
+        staging: host buffers and device. All slots of a model share them.
+        fill: as in Slot, but the argument is memory of the device that has the bytes of the values.
+        fill_blocks: as in Slot, but the argument is memory of the device that has the bytes of the blocks.
+    """
+
+    staging: Staging
+    fill: Callable[[Any], object]
+    fill_blocks: Callable[[Any], object] | None
+
+
 class Slot(NamedTuple):
     """Destination of one weight.
 
@@ -60,6 +77,7 @@ class Slot(NamedTuple):
             be copied.
         part_rows: number of which the arguments of `part` must be multiples. Only the last row count may be smaller.
         target: destination for the kernel library, if the library can replace fill or fill_blocks.
+        staged: destination on another device, which is filled through host buffers. fill and fill_blocks work, too.
     """
 
     name: str
@@ -71,6 +89,7 @@ class Slot(NamedTuple):
     part: Callable[[int, int], Slot] | None = None
     part_rows: int = 1
     target: RowsTarget | None = None
+    staged: StagedSlot | None = None
 
 
 def fill_slots(
@@ -84,7 +103,7 @@ def fill_slots(
     """Read every tensor and copy it to its slot.
 
     Large tensors are read in pieces, if the tensor and its slot support this. The additional memory of a thread is one
-    piece, or one whole tensor.
+    piece, or one whole tensor. Slots of another device are filled through a few host buffers, see staged_copies.py.
 
     Args:
         slots: slots of the model.
@@ -101,7 +120,9 @@ def fill_slots(
     parts = [part for slot, tensor in paired(slots, tensors) for part in _parts(slot, tensor)]
     by_library = [part for part in parts if _is_for_library(*part)]
     others = [part for part in parts if not _is_for_library(*part)]
-    with contextlib.closing(_filled(by_library, others, thread_count)) as filled:
+    staging = next((slot.staged.staging for slot, _ in others if slot.staged is not None), None)
+    filling = _filled(by_library, others, thread_count) if staging is None else _staged(others, staging, thread_count)
+    with contextlib.closing(filling) as filled:
         for byte_count in filled:
             bytes_done += byte_count
             if progress is not None:
@@ -181,6 +202,36 @@ def _filled(
         if by_library:
             yield from _filled_by_library(_loading(by_library), pool, thread_count)
         yield from pool.map(fill_slot, others)  # Closing the generator early cancels pieces that have not begun.
+
+
+def _staged(pairs: list[tuple[Slot, StoredTensor]], staging: Staging, thread_count: int) -> Generator[int, None, None]:
+    """Fill all slots through host buffers, see _filled."""
+    yield 0
+    yield from copied(itertools.starmap(_staged_weight, pairs), staging, thread_count)
+
+
+def _staged_weight(slot: Slot, tensor: StoredTensor) -> StagedWeight:
+    staged, read_blocks = slot.staged, tensor.read_blocks
+    assert staged is not None, "a slot of another device beside slots of this one"
+    byte_count = math.prod(slot.shape) * VALUE_BYTES[slot.dtype]
+    if read_blocks is not None and staged.fill_blocks is not None and tensor.block_type == slot.block_type:
+        blocks = Piece(0, byte_count, lambda: read_blocks().reshape(-1), tensor.byte_count)
+        return StagedWeight([blocks], None, staged.fill_blocks)
+
+    def piece(offset: int, part: StoredTensor) -> Piece:
+        part_bytes = math.prod(part.shape) * VALUE_BYTES[slot.dtype]
+        return Piece(offset, part_bytes, lambda: bytes_of(part.read(slot.dtype)), part.byte_count)
+
+    if tensor.rows is None:
+        return StagedWeight([piece(0, tensor)], byte_count, staged.fill)
+    row_count, row_bytes = slot.shape[0], byte_count // slot.shape[0]
+    at_once = max(1, BUFFER_BYTES // row_bytes)
+    parts = tensor.rows.part
+    pieces = [
+        piece(first * row_bytes, parts(first, min(at_once, row_count - first)))
+        for first in range(0, row_count, at_once)
+    ]
+    return StagedWeight(pieces, byte_count, staged.fill)
 
 
 def _filled_by_library(loading: Loading, pool: ThreadPoolExecutor, thread_count: int) -> Generator[int, None, None]:
