@@ -4,9 +4,16 @@ leave.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
+from trioserve.http.counters import StreamRefusal, show_counters
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.server import FrontendServer
+from trioserve.metrics.registry import Metrics
 from trioserve.testing.memory_stream import memory_connection
 from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed, WebSocketRefused
 
@@ -256,3 +263,60 @@ async def test_client_that_stops_reading_loses_its_connection_after_the_stall_li
     await the_front.settle()
     assert the_front.server.counters().exchanges_stalled_total == 1
     assert the_front.connection_count == 0
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+async def test_websockets_of_one_caller_are_bounded(autojump_clock, has_keys):
+    def knows(headers):
+        return headers.get("authorization") in ("Bearer one", "Bearer two")
+
+    limits = FrontendLimits(websockets_per_caller_max=2)
+    server = FrontendServer(echo, limits=limits, knows_caller=knows if has_keys else None)
+
+    async def opens(key: str, port: int) -> MemoryWebSocket:
+        ours, theirs = memory_connection()
+        nursery.start_soon(partial(server.serve_connection, theirs, peer=f"10.0.0.{port % 2}:{port}"))
+        websocket = MemoryWebSocket(ours)
+        await websocket.open("/", {"Authorization": f"Bearer {key}"})
+        return websocket
+
+    async with trio.open_nursery() as nursery:
+        first = await opens("one", 2)
+        await opens("one", 4)
+        with pytest.raises(WebSocketRefused) as refused:
+            await opens("one", 7 if has_keys else 6)  # Another address does not help a caller with a key.
+        assert refused.value.status == 429
+        assert refused.value.headers["x-trioserve-reason"] == "websockets_per_caller"
+        if not has_keys:  # An invented key does not help an address.
+            with pytest.raises(WebSocketRefused):
+                await opens("two", 8)
+        await opens("two", 9)
+        first.leave()
+        await wait_all_tasks_blocked()
+        await opens("one", 10)
+        nursery.cancel_scope.cancel()
+    counters = server.counters()
+    assert counters.streams_refused_total[StreamRefusal.WEBSOCKETS_PER_CALLER] == 2 - has_keys
+    assert (counters.websockets_open, counters.websockets_total, counters.exchanges_open) == (0, 4, 0)
+
+
+async def test_messages_and_bytes_of_websockets_are_counted(autojump_clock, front):
+    metrics = Metrics("m")
+    the_front = front(echo)
+    show_counters(metrics, the_front.server.counters)
+    websocket = await opened(the_front)
+    await websocket.send("12345")
+    await websocket.receive()
+    await websocket.send(b"")
+    await websocket.receive()
+    lines = metrics.expose().decode().splitlines()
+    values = dict(line.rpartition(" ")[::2] for line in lines if line.startswith("trioserve:websocket"))
+    assert {name.partition("{")[0].removeprefix("trioserve:"): value for name, value in values.items()} == {
+        "websockets_open": "1.0",
+        "websockets_total": "1.0",
+        "websocket_messages_received_total": "2.0",
+        "websocket_messages_sent_total": "2.0",
+        "websocket_bytes_received_total": "17.0",  # The heads of masked frames have six bytes.
+        "websocket_bytes_sent_total": "9.0",
+    }
+    websocket.leave()

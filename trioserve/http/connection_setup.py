@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import socket
 import struct
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.counters import StreamRefusal, Tally
 from trioserve.http.exchange import Handler, Headers
 from trioserve.http.limits import FrontendLimits
+from trioserve.http.message_head import RequestHead
 from trioserve.trio_tools.tcp_stream import TcpStream
 
 __all__ = ["ConnectionSetup", "ExchangeSlots", "Flusher", "KnowsCaller", "break_off", "close_after", "close_now"]
@@ -31,7 +33,8 @@ class ExchangeSlots:
     exchange, it releases the slot.
 
     Args:
-        limits: contains the number of slots, and the share of slots for callers without an API key.
+        limits: contains the number of slots, the share of slots for callers without an API key, and the number of
+            websockets of one caller.
         tally: counts open exchanges.
         knows_caller: returns True for callers with an API key. None if the server requires no keys.
     """
@@ -45,6 +48,8 @@ class ExchangeSlots:
         self.is_draining = False
         self._early_open = 0  # The number of open exchanges that began before the drain.
         self._early_ended = trio.Event()
+        self._websockets_max = limits.websockets_per_caller_max
+        self._websockets: dict[str, int] = {}  # The number of open websockets of each caller.
 
     @property
     def treats_callers_equally(self) -> bool:
@@ -54,11 +59,29 @@ class ExchangeSlots:
     def knows(self, headers: Headers) -> bool:
         return self._knows_caller is None or self._knows_caller(headers)
 
-    def refusal(self, *, is_known: bool) -> StreamRefusal | None:
+    def websocket_caller(self, head: RequestHead, *, is_known: bool) -> str | None:
+        """Return the caller to whom a websocket counts, or None if the request opens none.
+
+        Args:
+            head: the head of the request.
+            is_known: True if the caller has shown an API key, or the server requires none.
+
+        Returns:
+            A digest of the API key, or the client's address. None for a connection without an address.
+        """
+        if not head.is_websocket:
+            return None
+        if is_known and not self.treats_callers_equally:
+            key = head.headers.get("authorization") or head.headers.get("x-api-key") or ""
+            return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        return head.peer.rpartition(":")[0] or None
+
+    def refusal(self, *, is_known: bool, websocket_caller: str | None = None) -> StreamRefusal | None:
         """Return the reason to refuse a new exchange now, or None if the exchange can begin.
 
         Args:
             is_known: True if the caller has shown an API key, or the server requires none.
+            websocket_caller: see the method of this name.
 
         Returns:
             The reason, or None if the exchange can begin.
@@ -67,20 +90,29 @@ class ExchangeSlots:
             return StreamRefusal.EXCHANGES_MAX
         if not is_known and self._tally.exchanges_unknown_open >= self._unknown_max:
             return StreamRefusal.UNKNOWN_CALLERS
+        if websocket_caller is not None and self._websockets.get(websocket_caller, 0) >= self._websockets_max:
+            return StreamRefusal.WEBSOCKETS_PER_CALLER
         return None
 
-    def take(self, *, is_known: bool) -> None:
+    def take(self, *, is_known: bool, websocket_caller: str | None = None) -> None:
+        if websocket_caller is not None:
+            self._websockets[websocket_caller] = self._websockets.get(websocket_caller, 0) + 1
         self._tally.exchanges_total += 1
         self._tally.exchanges_open += 1
         self._tally.exchanges_unknown_open += not is_known
 
-    def release(self, *, is_known: bool, is_late: bool) -> None:
+    def release(self, *, is_known: bool, is_late: bool, websocket_caller: str | None = None) -> None:
         """Release the slot of an exchange that has ended.
 
         Args:
             is_known: the same value as in the call of `refusal`.
             is_late: True if the exchange began after `begin_drain`.
+            websocket_caller: the same value as in the call of `take`.
         """
+        if websocket_caller is not None:
+            self._websockets[websocket_caller] -= 1
+            if not self._websockets[websocket_caller]:
+                del self._websockets[websocket_caller]
         self._tally.exchanges_open -= 1
         self._tally.exchanges_unknown_open -= not is_known
         if self.is_draining and not is_late:

@@ -64,6 +64,8 @@ class StreamRefusal(enum.StrEnum):
     STREAMS_MAX = "streams_max"
     UNKNOWN_CALLERS = "unknown_callers"
     """Callers without an API key have used their share of the exchanges."""
+    WEBSOCKETS_PER_CALLER = "websockets_per_caller"
+    """The caller has as many open websockets as allowed. On HTTP/1.1, the client gets 429."""
 
 
 class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +177,7 @@ def show_counters(metrics: Metrics, read: Callable[[], FrontendCounters]) -> Non
         metrics.clients_slow.set(counters.exchanges_behind)
         metrics.answer_bytes_held.set(counters.answer_bytes_held)
         metrics.request_body_bytes_held.set(counters.request_body_bytes_held)
+        metrics.websockets_open.set(counters.websockets_open)
         # Counters of prometheus_client have no setter. So the increase since the last scrape is added.
         totals = {
             "connections_total": counters.connections_total,
@@ -182,6 +185,11 @@ def show_counters(metrics: Metrics, read: Callable[[], FrontendCounters]) -> Non
             "clients_left_total": counters.exchanges_left_total,
             "clients_stalled_total": counters.exchanges_stalled_total,
             "request_body_bytes_total": counters.request_body_bytes_total,
+            "websockets_total": counters.websockets_total,
+            "websocket_messages_received_total": counters.websocket_messages_received_total,
+            "websocket_messages_sent_total": counters.websocket_messages_sent_total,
+            "websocket_bytes_received_total": counters.websocket_bytes_received_total,
+            "websocket_bytes_sent_total": counters.websocket_bytes_sent_total,
         }
         for name, value in totals.items():
             getattr(metrics, name).inc(value - shown.get((name, ""), 0))

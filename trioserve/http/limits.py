@@ -171,6 +171,11 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     hour for a tool, such as a test run or the approval of a person. Pings do not count, because every client library
     answers them without its user.
     """
+    websockets_per_caller_max: int = 512
+    """Maximum number of open websockets of one API key, or of one address if the server requires no keys or the caller
+    has shown none. Half of connections_max, so that one caller cannot occupy all connections for hours. Connections to
+    a Unix socket have no address, so without a key the limit does not apply to them.
+    """
 
     # --- one HTTP/2 connection ---
     ping_seconds: float = 5.0

@@ -135,6 +135,22 @@ class ServerMetrics:
     request_body_bytes_total: Annotated[
         Counter, Metric(Question.SIZES, "bytes", "Bytes of request bodies that were read.", part="frontend")
     ]
+    websockets_open: Annotated[Gauge, Metric(Question.LOAD, "websockets", "Open websockets.", part="frontend")]
+    websockets_total: Annotated[
+        Counter, Metric(Question.LOAD, "websockets", "Websockets that were accepted.", part="frontend")
+    ]
+    websocket_messages_received_total: Annotated[
+        Counter, Metric(Question.LOAD, "messages", "Whole messages of websockets from clients.", part="frontend")
+    ]
+    websocket_messages_sent_total: Annotated[
+        Counter, Metric(Question.LOAD, "messages", "Messages of websockets to clients.", part="frontend")
+    ]
+    websocket_bytes_received_total: Annotated[
+        Counter, Metric(Question.SIZES, "bytes", "Bytes of websocket frames from clients.", part="frontend")
+    ]
+    websocket_bytes_sent_total: Annotated[
+        Counter, Metric(Question.SIZES, "bytes", "Bytes of websocket frames to clients.", part="frontend")
+    ]
     streams_open: Annotated[
         Gauge,
         Metric(

@@ -40,8 +40,12 @@ READ_BYTES = 65536
 # One write has at most this number of bytes. After each write, the client gets more time to read the next one.
 WRITE_BYTES = 65536
 TOO_MANY = {
-    StreamRefusal.EXCHANGES_MAX: "too many requests are running: try again shortly",
-    StreamRefusal.UNKNOWN_CALLERS: "too many requests without a key are running: send a key, or try again shortly",
+    StreamRefusal.EXCHANGES_MAX: (503, "too many requests are running: try again shortly"),
+    StreamRefusal.UNKNOWN_CALLERS: (
+        503,
+        "too many requests without a key are running: send a key, or try again shortly",
+    ),
+    StreamRefusal.WEBSOCKETS_PER_CALLER: (429, "too many websockets of this caller are open: close one of them"),
 }
 UNSCHEDULED_BYTES_MAX = 4096  # A write up to this size does not let other tasks run.
 
@@ -102,6 +106,7 @@ class H11Connection:
         self._write_broken = False
         self._websocket: FramedWebSocket | None = None  # A websocket owns the connection until its end.
         self._wire: H11WebSocketWire | None = None
+        self._websocket_caller: str | None = None  # See ExchangeSlots.
 
     # --- methods for the server ---
 
@@ -402,17 +407,18 @@ class H11Connection:
         self._is_known = self._setup.slots.knows(head.headers)
         if self._is_known:
             self.on_known()
-        refusal = self._setup.slots.refusal(is_known=self._is_known)
+        self._websocket_caller = self._setup.slots.websocket_caller(head, is_known=self._is_known)
+        refusal = self._setup.slots.refusal(is_known=self._is_known, websocket_caller=self._websocket_caller)
         if refusal is not None:
             self._tally.streams_refused_total[refusal] += 1
-            return 503, TOO_MANY[refusal], (("retry-after", "1"), ("x-trioserve-reason", refusal.value))
+            return *TOO_MANY[refusal], (("retry-after", "1"), ("x-trioserve-reason", refusal.value))
         return None
 
     async def _respond(self, head: RequestHead) -> bool:
         """Run the handler. Return True if the response is complete and another request may follow."""
         tally = self._tally
         slots = self._setup.slots
-        slots.take(is_known=self._is_known)
+        slots.take(is_known=self._is_known, websocket_caller=self._websocket_caller)
         self._is_late = slots.is_draining
         exchange = H11Exchange(self, head, BodyShare(self._setup.body_budget), self._limits)
         self._exchange = exchange
@@ -429,7 +435,7 @@ class H11Connection:
             self._exchange = None
             self._responded_at = trio.current_time()
             exchange.share.release()
-            slots.release(is_known=self._is_known, is_late=self._is_late)
+            slots.release(is_known=self._is_known, is_late=self._is_late, websocket_caller=self._websocket_caller)
             if self._wire is not None:
                 self._write_broken = self._wire.is_broken
             elif exchange.started and not exchange.response.finished:
