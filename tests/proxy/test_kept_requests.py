@@ -229,6 +229,19 @@ async def test_session_is_ended_at_the_endpoint_that_has_it(open_setup: Any, key
         assert session_count() == 0
 
 
+@pytest.mark.parametrize("name", ["x-session-id", "prompt_cache_key"])
+async def test_requests_of_one_session_go_to_one_endpoint(open_setup: Any, name: str) -> None:
+    async with open_setup(engine=ENGINE, policy="session") as setup:
+        places: dict[str, set[str]] = {}
+        for session in [f"session {number % 8}" for number in range(24)]:
+            body = {"model": "fake", "prompt": "x", **({name: session} if name == "prompt_cache_key" else {})}
+            fields = {name: session} if name == "x-session-id" else {}
+            response = await setup.client().post("/v1/completions", body, headers=fields)
+            places.setdefault(session, set()).add(response.headers["x-trioserve-endpoint"])
+        assert all(len(found) == 1 for found in places.values())
+        assert set.union(*places.values()) == {"a", "b"}
+
+
 # --- requests and models ---
 
 

@@ -80,7 +80,8 @@ class RouterOptions(ServerOptions, ClusterOptions, ChatOptions):
         "the endpoints' model, as in their --model; --policy kv_aware needs its tokenizer; default: none, or the "
         "served model", "MODEL")] = None
     session_header: Annotated[str, about(
-        "header that names a conversation, for --policy session", "NAME")] = "x-session-id"
+        "header that names a conversation, for --policy session; without it, prompt_cache_key in the body does",
+        "NAME")] = "x-session-id"
     endpoint_max_requests: Annotated[int, about(
         "sequences that one endpoint gets at a time",
         "N", ge=1)] = ROUTER.leases_max

@@ -291,7 +291,7 @@ def _routed(context: RouterContext, asked: AskedRequest, stream: Stream) -> Rout
         priority=body.priority or 0,
         sequences=max(1, body.n or 1) * body.prompt_count,
         prompt_tokens=prompt_tokens + body.known_token_count,
-        session=headers.get(rules.session_header),
+        session=headers.get(rules.session_header) or body.prompt_cache_key,
         pinned=pinned,
         prefix=prefix_of(content, model, body.cache_salt) if context.services.fleet.dispatch.wants_prefix else (),
         queue_deadline=asked.clock.first()[1],

@@ -61,6 +61,7 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
     query: msgspec.Raw = _NOTHING
     documents: msgspec.Raw = _NOTHING
     previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
     return_partial: bool | None = None
     kv_transfer_params: msgspec.Raw = _NOTHING
     resume: msgspec.Raw = _NOTHING
