@@ -297,6 +297,30 @@ async def test_sessions_have_a_bound() -> None:
             pass
 
 
+async def test_callers_without_an_identity_share_all_places() -> None:
+    async with open_fake_engine(sessions_max=4) as engine:
+        lives = [engine.sessions.open() for _ in range(4)]
+        with pytest.raises(Overloaded, match="4 of them by this caller"):
+            engine.sessions.open()
+        for live in lives:
+            live.end()
+        [engine.sessions.open(SessionName(name="", identity="a")) for _ in range(2)]
+        with pytest.raises(Overloaded, match="2 of them by this caller"):
+            engine.sessions.open(SessionName(name="", identity="a"))
+
+
+async def test_session_that_waits_for_its_next_turn_holds_no_blocks() -> None:
+    async with open_fake_engine(response="!") as engine:
+        async with engine.session() as session:
+            await session.respond("one " * 20)
+            stats = engine.stats()
+            assert (stats.sessions_waiting, stats.blocks_used) == (1, 0)
+            assert stats.blocks_cached > 0
+        stats = engine.stats()
+        assert (stats.sessions_waiting, stats.blocks_retained) == (0, 0)
+        engine.assert_all_free()
+
+
 async def test_session_and_its_tenant_reach_the_core() -> None:
     calls: list[tuple[Any, ...]] = []
     async with open_fake_engine(response="!") as engine:

@@ -135,14 +135,13 @@ class SessionTable:
 
     Args:
         settings: limits.
-        sessions_max: highest number of open sessions. One caller may have half of them.
+        sessions_max: highest number of open sessions. A caller with an identity may have half of them.
         metrics: counts sessions.
     """
 
     def __init__(self, settings: EngineSettings, sessions_max: int, metrics: Metrics) -> None:
         self._settings = settings
         self._sessions_max = sessions_max
-        self._of_one_max = max(1, sessions_max // 2)
         self._metrics = metrics
         self._sessions: dict[str, LiveSession] = {}
         self._counts: Counter[str] = Counter()  # Number of sessions by identity.
@@ -192,9 +191,10 @@ class SessionTable:
             name = msgspec.structs.replace(name, name=f"session-{secrets.token_hex(8)}")
         if not self._make_room(name.identity):
             self._metrics.requests_rejected_total.labels(SESSIONS_FULL).inc()
+            own_count, own_max = self._counts[name.identity], self._max_of(name.identity)
             raise Overloaded(
-                f"{len(self._sessions)} sessions are open (allowed: {self._sessions_max}), "
-                f"{self._counts[name.identity]} of them by this caller (allowed: {self._of_one_max}): end one",
+                f"{len(self._sessions)} sessions are open (allowed: {self._sessions_max}), {own_count} of them by this "
+                f"caller (allowed: {own_max}): end one",
                 reason=SESSIONS_FULL,
                 retry_after_seconds=5,
             )
@@ -239,9 +239,13 @@ class SessionTable:
         self._set_alarm(session)
         return session
 
+    def _max_of(self, identity: str) -> int:
+        """Return how many sessions one caller may have. Callers without an identity are not distinguished."""
+        return max(1, self._sessions_max // 2) if identity else self._sessions_max
+
     def _make_room(self, identity: str) -> bool:
         """End the least recently used idle session if a limit is reached. Return False if there is none."""
-        is_own_limit = self._counts[identity] >= self._of_one_max
+        is_own_limit = self._counts[identity] >= self._max_of(identity)
         if not is_own_limit and len(self._sessions) < self._sessions_max:
             return True
         for session in self._sessions.values():

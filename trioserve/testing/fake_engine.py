@@ -352,7 +352,7 @@ async def open_fake_engine(
             does not run ahead. TextThreads uses real threads, as open_engine does.
         seed: source of the seeds of requests that have none. Default: the same in every run, but different for each
             engine of a Trio program.
-        sessions_max: maximum number of open sessions. One caller may have half of them.
+        sessions_max: maximum number of open sessions. A caller with an identity may have half of them.
         session_idle_seconds: as in open_engine.
 
     Raises:
