@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import trio
 
+from trioserve.api.openai.request_types import CompletionBody
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.router_context import RoutingRules
-from trioserve.proxy.streams.foreign_stream import ForeignStream
+from trioserve.proxy.streams.foreign_stream import ForeignStream, foreign_body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -258,3 +260,14 @@ def test_error_event_of_a_vllm_stream_is_kept_and_not_forwarded():
     assert stream.feed(b'data: {"error": {"message": "m", "type": "internal_server_error", "code": 500}}\n\n') == b""
     assert stream.failure_code == "internal_server_error"
     assert stream.resume_field()["prompt"] == [7, 10]
+
+
+@pytest.mark.parametrize("name", sorted(set(SamplingParams.__struct_fields__) & set(CompletionBody.__struct_fields__)))
+def test_no_sampling_parameter_is_lost_when_a_stream_resumes(name):
+    sent = json.dumps({"prompt": "a", name: 1}).encode()
+    fields = foreign_body(TEXT, sent, choice_count=1)
+    if fields is not None and name != "n":  # n is 1 here: streams with more choices do not resume.
+        stream = ForeignStream(TEXT, fields, bytes_max=1000)
+        stream.begin()
+        stream.feed(chunk(TEXT, " one", [10], prompt_token_ids=[7]).encode())
+        assert name in stream.resume_field()

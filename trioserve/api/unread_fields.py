@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.sampling import SamplingParams
 
 __all__ = [
     "HARMLESS",
@@ -138,36 +139,13 @@ STRUCTURED_NAMES = (
 )
 """Names of structured output in various APIs."""
 
+# Bodies have other fields for the first three. Clients send the last one with its default, which has no effect.
+_NOT_IN_BODIES = {"clamp_max_tokens", "structured", "thinking", "skip_special_tokens"}
 SAMPLING_NAMES = (
-    "n",
-    "max_tokens",
-    "max_completion_tokens",
-    "n_predict",
-    "max_new_tokens",
-    "min_tokens",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "repeat_penalty",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "logprobs",
-    "prompt_logprobs",
-    "echo",
-    "suffix",
-    "allowed_token_ids",
-    "bad_words",
-    "chat_template",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "truncate_prompt_tokens",
-    "thinking_token_budget",
-    "enable_thinking",
-    "reasoning_effort",
+    *(name for name in SamplingParams.__struct_fields__ if name not in _NOT_IN_BODIES),
+    *("max_completion_tokens", "n_predict", "max_new_tokens", "repeat_penalty", "echo", "suffix", "chat_template"),
+    *("chat_template_kwargs", "continue_final_message", "truncate_prompt_tokens", "thinking_token_budget"),
+    *("enable_thinking", "reasoning_effort"),
 )
 """Fields of /v1/chat/completions, for other APIs whose bodies lack them and must refuse them."""
 

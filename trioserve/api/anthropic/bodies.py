@@ -21,6 +21,7 @@ from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 
 __all__ = [
     "MESSAGES_RANGES",
+    "SAMPLING_FIELDS",
     "Block",
     "CountTokensBody",
     "DocumentBlock",
@@ -38,20 +39,6 @@ __all__ = [
     "ToolResultBlock",
     "ToolUseBlock",
 ]
-
-MESSAGES_RANGES = {
-    "max_tokens": Range(1, None),
-    "temperature": SAMPLING_RANGES["temperature"],
-    "top_p": SAMPLING_RANGES["top_p"],
-    "top_k": SAMPLING_RANGES["top_k"],
-    "Thinking.budget_tokens": Range(1, None),
-    "seed": SAMPLING_RANGES["seed"],
-    "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
-}
-"""Allowed ranges of numbers, by field, or by type and field.
-
-Anthropic's own models require a budget of at least 1024 reasoning tokens. Other models may have less.
-"""
 
 
 OTHER_FIELDS = {
@@ -292,3 +279,18 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     timeout: float | None = None
     resume: ResumeBody | None = None
     return_partial: bool | None = None
+
+
+SAMPLING_FIELDS = tuple(name for name in MessagesBody.__struct_fields__ if name in SAMPLING_RANGES)
+"""Numbers that have the same name in SamplingParams."""
+
+MESSAGES_RANGES = {
+    **{name: SAMPLING_RANGES[name] for name in SAMPLING_FIELDS},
+    "max_tokens": Range(1, None),
+    "Thinking.budget_tokens": Range(1, None),
+    "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
+}
+"""Allowed ranges of numbers, by field, or by type and field.
+
+Anthropic's own models require a budget of at least 1024 reasoning tokens. Other models may have less.
+"""

@@ -10,6 +10,7 @@ import msgspec
 
 from trioserve.api.anthropic.bodies import (
     MESSAGES_RANGES,
+    SAMPLING_FIELDS,
     Block,
     ContentSource,
     CountTokensBody,
@@ -282,11 +283,8 @@ def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams)
             f"priority is {body.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
         )
     check_cache_salt(body.cache_salt)
-    given: dict[str, object] = {
-        name: value for name in ("temperature", "top_p", "top_k", "seed") if (value := getattr(body, name)) is not None
-    }
-    given |= {"n": 1, "logprobs": None, "prompt_logprobs": None}
-    given |= {"max_tokens": body.max_tokens, "clamp_max_tokens": True}
+    given: dict[str, object] = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    given |= {"n": 1, "logprobs": None, "prompt_logprobs": None, "clamp_max_tokens": True}
     if body.stop_sequences is not None:
         given["stop"] = tuple(body.stop_sequences)
     try:

@@ -20,6 +20,7 @@ from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 
 __all__ = [
     "OLLAMA_RANGES",
+    "SAMPLING_OPTIONS",
     "OllamaAnswerBody",
     "OllamaChatBody",
     "OllamaEmbedBody",
@@ -31,17 +32,6 @@ __all__ = [
 ]
 
 NUM_PREDICT_MIN = -2  # The values -2, -1 and 0 mean as many tokens as fit into the context.
-
-OLLAMA_RANGES = {
-    **{
-        f"OllamaOptions.{name}": SAMPLING_RANGES[name]
-        for name in ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
-    },
-    "OllamaOptions.repeat_penalty": SAMPLING_RANGES["repetition_penalty"],
-    "OllamaOptions.num_predict": Range(NUM_PREDICT_MIN, None),
-    "top_logprobs": SAMPLING_RANGES["logprobs"],
-}
-"""Allowed ranges of numbers, by field, or by type and field."""
 
 NO_IMAGES = "a language model cannot generate images, see /v1/images/generations"
 Priority = Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)]
@@ -70,6 +60,18 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     typical_p: float | None = None
     tfs_z: float | None = None
     mirostat: Int32 | None = None
+
+
+SAMPLING_OPTIONS = tuple(name for name in OllamaOptions.__struct_fields__ if name in SAMPLING_RANGES)
+"""Numbers that have the same name in SamplingParams."""
+
+OLLAMA_RANGES = {
+    **{f"OllamaOptions.{name}": SAMPLING_RANGES[name] for name in SAMPLING_OPTIONS},
+    "OllamaOptions.repeat_penalty": SAMPLING_RANGES["repetition_penalty"],
+    "OllamaOptions.num_predict": Range(NUM_PREDICT_MIN, None),
+    "top_logprobs": SAMPLING_RANGES["logprobs"],
+}
+"""Allowed ranges of numbers, by field, or by type and field."""
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True):

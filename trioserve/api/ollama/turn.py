@@ -9,6 +9,7 @@ import msgspec
 
 from trioserve.api.ollama.bodies import (
     NUM_PREDICT_MIN,
+    SAMPLING_OPTIONS,
     OllamaAnswerBody,
     OllamaChatBody,
     OllamaGenerateBody,
@@ -93,7 +94,6 @@ def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], path: s
     )
 
 
-SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
 OWN_NAMES = {"repetition_penalty": "options.repeat_penalty", "logprobs": "top_logprobs"}
 NO_PENALTIES: dict[str, object] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 ANY_SEED = -1
@@ -123,15 +123,17 @@ def sampling_of(body: OllamaAnswerBody, defaults: SamplingParams) -> SamplingPar
     for name, (neutral, reason) in REFUSED_OPTIONS.items():
         if getattr(options, name) not in (None, *neutral):
             raise InvalidRequest(f"options.{name} is {getattr(options, name)}, but {reason}", param=f"options.{name}")
-    given: dict[str, object] = {name: value for name in SAME_NAMES if (value := getattr(options, name)) is not None} | {
+    given: dict[str, object] = {
+        name: value for name in SAMPLING_OPTIONS if (value := getattr(options, name)) is not None
+    } | {
         "n": 1,
         "prompt_logprobs": None,
         "logprobs": _logprobs(body),
     }
     if options.repeat_penalty is not None:
         given["repetition_penalty"] = options.repeat_penalty
-    if options.seed not in (None, ANY_SEED):
-        given["seed"] = options.seed
+    if options.seed == ANY_SEED:
+        del given["seed"]
     if options.stop is not None:
         given["stop"] = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop)
     if options.num_predict is not None:

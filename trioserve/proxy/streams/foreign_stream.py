@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from trioserve.api.openai.request_types import CompletionBody
 from trioserve.api.sse import DONE
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.proxy.streams.continued_stream import WhyNot
 from trioserve.proxy.streams.event_splitter import EventSplitter, is_comment
 
@@ -23,32 +25,6 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 TOKEN_IDS = "return_token_ids"
 
-# The completion gets these fields of the original request.
-_TAKEN_OVER = frozenset(
-    [
-        "model",
-        "stream",
-        "stream_options",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "stop_token_ids",
-        "ignore_eos",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "logit_bias",
-        "user",
-        "priority",
-        "allowed_token_ids",
-        "bad_words",
-        "cache_salt",
-    ]
-)
 # A request with one of these fields does not resume. Either the request's state is not in its tokens, or the field
 # holds back text, or its values have another format in a completion.
 _HINDRANCES = frozenset(
@@ -77,6 +53,15 @@ _HINDRANCES = frozenset(
         "prompt_embeds",
         "thinking_token_budget",
     ]
+)
+# The completion gets these fields of the original request, and its own max_tokens.
+_TAKEN_OVER = frozenset(
+    {
+        *("model", "stream", "stream_options", "user", "priority", "cache_salt", "spaces_between_special_tokens"),
+        *(name for name in SamplingParams.__struct_fields__ if name in CompletionBody.__struct_fields__),
+    }
+    - {"n", "max_tokens"}
+    - _HINDRANCES
 )
 _NOTHING = frozenset({b"null", b"false", b"[]", b'"none"'})
 # logprobs is missing in this set, because logprobs=0 requests the log probabilities of the sampled tokens.
