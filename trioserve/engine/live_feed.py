@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 import msgspec
 import trio
 
-from trioserve.admission.feeds import Watchers, tenant_name
+from trioserve.admission.feeds import History, Watchers, tenant_name
 from trioserve.contracts.events import FinishReason, Phase
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import RunningConnector
@@ -35,7 +35,6 @@ from trioserve.engine.lifecycle.request_scope import RequestsById
 from trioserve.engine.lifecycle.step_times import StepTimes
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest
-from trioserve.metrics.history import History
 from trioserve.metrics.plain_histogram import HistogramWindow
 from trioserve.metrics.registry import Metrics
 

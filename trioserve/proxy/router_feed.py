@@ -11,12 +11,11 @@ import msgspec
 import trio
 
 from trioserve.admission.dispatch import AdmissionScope
-from trioserve.admission.feeds import Watchers, tenant_name
+from trioserve.admission.feeds import History, Watchers, tenant_name
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.events import Phase
 from trioserve.contracts.page import ENDED_SECONDS, REQUESTS_SHOWN_MAX, PageSnapshot, RequestShown, ServerShown
 from trioserve.contracts.version import VERSION
-from trioserve.metrics.history import History
 from trioserve.metrics.plain_histogram import HistogramWindow
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.fleet import Fleet

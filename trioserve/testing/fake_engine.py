@@ -30,7 +30,7 @@ from trioserve.engine.structured_output import MasksAtOnce
 from trioserve.engine.text_work import EngineParts
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.settings import lora_modules as read_lora_modules
-from trioserve.testing.accounting import assert_all_free
+from trioserve.testing.accounting import WATCH, assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAGE_CHAT_TEMPLATE, byte_tokenizer
 from trioserve.testing.fake_engine_options import next_own_seed, options_named
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeModel
@@ -40,7 +40,6 @@ from trioserve.testing.inline_work import InlineDecoder, InlineTexts
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
 from trioserve.testing.stepped_by_hand import ControlledSteps, GatedCore, InjectedFault, SteppedByHand
-from trioserve.testing.waits import WATCH
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_parsers.registry import Leniency, ResponseFamilies

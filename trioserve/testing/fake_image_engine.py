@@ -29,12 +29,11 @@ from trioserve.engine.images.open_image import OpenImage
 from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.settings import EngineSettings, deadlines_of
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
-from trioserve.testing.accounting import assert_all_free
+from trioserve.testing.accounting import WATCH, assert_all_free
 from trioserve.testing.fake_engine_options import next_own_seed, options_named
 from trioserve.testing.fake_weights import FakeCacheRelease
 from trioserve.testing.invariants import check_iterative_idle
 from trioserve.testing.stepped_by_hand import ControlledSteps, GatedImageCore, InjectedFault, SteppedByHand
-from trioserve.testing.waits import WATCH
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.own_run import opened_once
 

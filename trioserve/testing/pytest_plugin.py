@@ -32,8 +32,8 @@ else:
 
 T = TypeVar("T")
 
-WAITS = "trioserve.testing.waits"
-"""Module that is looked up in sys.modules. Programs without fake engines never load it."""
+WAITS = "trioserve.testing.accounting"
+"""Module that is looked up in sys.modules. Programs that use no test kit never load it."""
 
 __all__ = ["fake_engine", "fake_engine_options", "fake_image_engine", "memory_server"]
 
