@@ -31,18 +31,23 @@ async def silent(exchange):
     await trio.sleep_forever()
 
 
-def connected(front) -> MemoryWebSocket:
-    return MemoryWebSocket(front.connect(memory_connection))
+@pytest.fixture(params=[1, 2])
+def http(request) -> int:
+    return request.param
 
 
-async def opened(front) -> MemoryWebSocket:
-    websocket = connected(front)
+def connected(front, http: int = 1) -> MemoryWebSocket:
+    return MemoryWebSocket(front.connect(memory_connection), http=http)
+
+
+async def opened(front, http: int = 1) -> MemoryWebSocket:
+    websocket = connected(front, http)
     await websocket.open("/")
     return websocket
 
 
-async def test_messages_arrive_whole_and_keep_their_type(autojump_clock, front):
-    websocket = await opened(front(echo))
+async def test_messages_arrive_whole_and_keep_their_type(autojump_clock, front, http):
+    websocket = await opened(front(echo), http)
     for message in ("", "text", "ä€🙂" * 40_000, b"", b"\x00\xff", bytes(range(256)) * 300):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(websocket.send, message)
@@ -50,13 +55,13 @@ async def test_messages_arrive_whole_and_keep_their_type(autojump_clock, front):
     websocket.leave()
 
 
-async def test_handler_that_returns_closes_the_websocket_with_1000(autojump_clock, front):
+async def test_handler_that_returns_closes_the_websocket_with_1000(autojump_clock, front, http):
     async def handler(exchange):
         websocket = await exchange.accept_websocket()
         await websocket.send("bye")
 
     the_front = front(handler)
-    websocket = await opened(the_front)
+    websocket = await opened(the_front, http)
     assert await websocket.receive() == "bye"
     with pytest.raises(WebSocketClosed) as closed:
         await websocket.receive()
@@ -68,13 +73,13 @@ async def test_handler_that_returns_closes_the_websocket_with_1000(autojump_cloc
     assert the_front.connection_count == 0
 
 
-async def test_handler_that_fails_closes_the_websocket_with_1011(autojump_clock, front, caplog):
+async def test_handler_that_fails_closes_the_websocket_with_1011(autojump_clock, front, caplog, http):
     async def handler(exchange):
         await exchange.accept_websocket()
         raise ValueError("a bug")
 
     the_front = front(handler)
-    websocket = await opened(the_front)
+    websocket = await opened(the_front, http)
     assert (await websocket.closed()).code == 1011
     websocket.leave()
     await the_front.settle()
@@ -82,29 +87,32 @@ async def test_handler_that_fails_closes_the_websocket_with_1011(autojump_clock,
     assert "handler failed" in caplog.text
 
 
-async def test_close_frame_of_the_client_is_answered_once_and_cancels_the_handler(autojump_clock, front, watched):
+async def test_close_frame_of_the_client_is_answered_once_and_cancels_the_handler(autojump_clock, front, watched, http):
     handler = watched(echo)
     the_front = front(handler)
-    websocket = await opened(the_front)
+    websocket = await opened(the_front, http)
     closed = await websocket.close(4321, "enough")
     assert (closed.code, closed.reason) == (4321, "enough")
     assert await handler.passes_until_ended() <= PASSES_MAX
     assert handler.cancelled
-    assert await websocket.stream.receive_some() == b""  # The server sends nothing after its close frame.
+    assert await websocket.receive_raw() == b""  # The server sends nothing after its close frame.
+    websocket.leave()
+    await the_front.settle()
+    counters = the_front.server.counters()
+    assert (counters.websockets_open, counters.exchanges_open, counters.exchanges_left_total) == (0, 0, 1)
     websocket.leave()
     await the_front.settle()
     assert the_front.connection_count == 0
-    assert the_front.server.counters().exchanges_left_total == 1
 
 
 @pytest.mark.parametrize("handler", [echo, silent])
 @pytest.mark.parametrize("leave", ["leave", "abort", "half_close"])
 async def test_handler_is_cancelled_within_a_few_scheduler_passes_if_the_client_leaves(
-    autojump_clock, front, watched, handler, leave
+    autojump_clock, front, watched, handler, leave, http
 ):
     handler = watched(handler)
     the_front = front(handler)
-    websocket = await opened(the_front)
+    websocket = await opened(the_front, http)
     if leave == "half_close":
         await websocket.half_close()
     else:
@@ -112,11 +120,16 @@ async def test_handler_is_cancelled_within_a_few_scheduler_passes_if_the_client_
     assert await handler.passes_until_ended() <= PASSES_MAX
     assert handler.cancelled
     await the_front.settle()
+    counters = the_front.server.counters()
+    assert (counters.websockets_open, counters.exchanges_open, counters.exchanges_left_total) == (0, 0, 1)
+    websocket.leave()
+    await the_front.settle()
     assert the_front.connection_count == 0
-    assert the_front.server.counters().exchanges_left_total == 1
 
 
-async def test_client_without_a_close_frame_delays_the_close_of_the_handler_by_at_most_the_limit(autojump_clock, front):
+async def test_client_without_a_close_frame_delays_the_close_of_the_handler_by_at_most_the_limit(
+    autojump_clock, front, http
+):
     seconds = []
 
     async def handler(exchange):
@@ -126,13 +139,13 @@ async def test_client_without_a_close_frame_delays_the_close_of_the_handler_by_a
         seconds.append(trio.current_time() - began_at)
 
     the_front = front(handler, close_seconds_max=3)
-    await opened(the_front)
+    await opened(the_front, http)
     await trio.sleep(10)
     assert seconds == [3]
-    assert the_front.connection_count == 0
+    assert the_front.server.counters().websockets_open == 0
 
 
-async def test_send_and_receive_after_the_own_close_cancel_the_handler(autojump_clock, front, watched):
+async def test_send_and_receive_after_the_own_close_cancel_the_handler(autojump_clock, front, watched, http):
     async def handler(exchange):
         websocket = await exchange.accept_websocket()
         async with trio.open_nursery() as nursery:
@@ -142,7 +155,7 @@ async def test_send_and_receive_after_the_own_close_cancel_the_handler(autojump_
 
     handler = watched(handler)
     the_front = front(handler)
-    websocket = await opened(the_front)
+    websocket = await opened(the_front, http)
     assert (await websocket.closed()).code == 1000
     await handler.ended.wait()
     assert the_front.server.counters().exchanges_failed_total == 0
@@ -167,12 +180,12 @@ async def test_malformed_opening_handshake_is_refused(autojump_clock, front, cha
         assert refused.value.headers["upgrade"] == "websocket"
 
 
-async def test_handler_refuses_a_websocket_with_an_ordinary_response(autojump_clock, front):
+async def test_handler_refuses_a_websocket_with_an_ordinary_response(autojump_clock, front, http):
     async def handler(exchange):
         assert exchange.is_websocket
         await exchange.respond(403, [], b"not you")
 
-    websocket = connected(front(handler))
+    websocket = connected(front(handler), http)
     with pytest.raises(WebSocketRefused) as refused:
         await websocket.open("/")
     assert (refused.value.status, refused.value.body) == (403, b"not you")
@@ -197,10 +210,10 @@ async def test_accept_token_is_that_of_the_example_in_rfc_6455(autojump_clock, f
     websocket.leave()
 
 
-async def test_silent_client_is_pinged_and_lost_if_it_does_not_answer(autojump_clock, front, watched):
+async def test_silent_client_is_pinged_and_lost_if_it_does_not_answer(autojump_clock, front, watched, http):
     handler = watched(echo)
     the_front = front(handler, websocket_ping_seconds=20, websocket_pong_seconds_max=7)
-    websocket = await opened(the_front)
+    websocket = await opened(the_front, http)
     websocket.answers_pings = False
     began_at = trio.current_time()
     assert (await websocket.closed()).code == 1011
@@ -210,8 +223,8 @@ async def test_silent_client_is_pinged_and_lost_if_it_does_not_answer(autojump_c
     assert handler.cancelled
 
 
-async def test_client_that_answers_pings_stays_until_the_idle_limit(autojump_clock, front):
-    websocket = await opened(front(echo, websocket_ping_seconds=20, websocket_idle_seconds_max=1000))
+async def test_client_that_answers_pings_stays_until_the_idle_limit(autojump_clock, front, http):
+    websocket = await opened(front(echo, websocket_ping_seconds=20, websocket_idle_seconds_max=1000), http)
     began_at = trio.current_time()
     closed = await websocket.closed()
     assert (closed.code, closed.reason) == (1001, "no message for 1000 seconds")
@@ -219,24 +232,24 @@ async def test_client_that_answers_pings_stays_until_the_idle_limit(autojump_clo
     assert len(websocket.pings) == 49
 
 
-async def test_draining_is_set_when_the_server_starts_to_drain(autojump_clock, front):
+async def test_draining_is_set_when_the_server_starts_to_drain(autojump_clock, front, http):
     async def handler(exchange):
         websocket = await exchange.accept_websocket()
         await websocket.draining.wait()
         await websocket.close(1001, "the server stops")
 
     the_front = front(handler)
-    websocket = await opened(the_front)
+    websocket = await opened(the_front, http)
     the_front.server.announce_drain()
     closed = await websocket.closed()
     assert (closed.code, closed.reason) == (1001, "the server stops")
     await the_front.server.wait_until_answered()
 
 
-async def test_cancelling_the_server_sends_the_close_code_1001(autojump_clock, front, watched):
+async def test_cancelling_the_server_sends_the_close_code_1001(autojump_clock, front, watched, http):
     handler = watched(silent)
     the_front = front(handler)
-    websocket = await opened(the_front)
+    websocket = await opened(the_front, http)
     the_front.server.drain()
     await the_front.settle()
     assert handler.running == 1
@@ -247,7 +260,9 @@ async def test_cancelling_the_server_sends_the_close_code_1001(autojump_clock, f
     assert the_front.connection_count == 0
 
 
-async def test_client_that_stops_reading_loses_its_connection_after_the_stall_limit(autojump_clock, front, watched):
+async def test_client_that_stops_reading_loses_its_connection_after_the_stall_limit(
+    autojump_clock, front, watched, http
+):
     async def handler(exchange):
         websocket = await exchange.accept_websocket()
         while True:
@@ -255,13 +270,13 @@ async def test_client_that_stops_reading_loses_its_connection_after_the_stall_li
 
     handler = watched(handler)
     the_front = front(handler, stall_seconds_max=30)
-    await opened(the_front)
+    await opened(the_front, http)
     began_at = trio.current_time()
     await handler.ended.wait()
     assert trio.current_time() - began_at == pytest.approx(30, abs=0.1)
     assert handler.cancelled
-    await the_front.settle()
-    assert the_front.server.counters().exchanges_stalled_total == 1
+    await trio.sleep(60)  # Over HTTP/2, the stream may end before its connection.
+    assert the_front.server.counters().exchanges_stalled_total >= 1
     assert the_front.connection_count == 0
 
 

@@ -64,18 +64,21 @@ class ServedInMemory(Generic[EngineT, AppT]):
         return MemoryClient(self.connect(), http=http, headers=headers)
 
     @asynccontextmanager
-    async def websocket(self, path: str, *, headers: Mapping[str, str] | None = None) -> AsyncIterator[MemoryWebSocket]:
+    async def websocket(
+        self, path: str, *, headers: Mapping[str, str] | None = None, http: int = 1
+    ) -> AsyncIterator[MemoryWebSocket]:
         """Open a websocket over a connection of its own. At the end of the context, the client leaves without a close
         frame if the websocket is still open.
 
         Args:
             path: path and query.
             headers: additional header fields of the opening handshake.
+            http: 1 for HTTP/1.1, 2 for HTTP/2.
 
         Raises:
             WebSocketRefused: the server refused the websocket.
         """
-        websocket = MemoryWebSocket(self.connect())
+        websocket = MemoryWebSocket(self.connect(), http=http)
         try:
             await websocket.open(path, headers)
             yield websocket

@@ -1,12 +1,19 @@
-"""A websocket client of a server in memory, over HTTP/1.1. It can leave in every way in which real clients do."""
+"""A websocket client of a server in memory, over HTTP/1.1 or HTTP/2. It can leave in every way in which real
+clients do.
+"""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import h2.events
 import trio
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
 
 from trioserve.contracts.errors import TrioserveError
 from trioserve.testing.memory_stream import MemoryEnd
@@ -14,8 +21,9 @@ from trioserve.testing.memory_stream import MemoryEnd
 if TYPE_CHECKING:
     from wsproto.connection import Connection
 
-__all__ = ["MemoryWebSocket", "WebSocketClosed", "WebSocketRefused"]
+__all__ = ["Http1Tunnel", "Http2Tunnel", "MemoryWebSocket", "WebSocketClosed", "WebSocketRefused"]
 
+AUTHORITY = "memory"
 KEY = base64.b64encode(b"a key of a test.")
 READ_BYTES = 65_536
 
@@ -50,13 +58,185 @@ class WebSocketClosed(TrioserveError):
         self.reason = reason
 
 
+class Http1Tunnel:
+    """The bytes of a websocket over an upgraded connection of HTTP/1.1.
+
+    Args:
+        stream: the client's end of the connection.
+
+    Attributes:
+        headers: header fields of the response, with names in lower case.
+    """
+
+    def __init__(self, stream: MemoryEnd) -> None:
+        self.headers: dict[str, str] = {}
+        self._stream = stream
+
+    async def open(self, path: str, fields: Mapping[str, str]) -> bytes:
+        """Send the opening handshake, and return the bytes that follow the response.
+
+        Args:
+            path: path and query.
+            fields: header fields.
+
+        Raises:
+            WebSocketRefused: the server refused the websocket.
+            WebSocketClosed: the connection ended before the response.
+        """
+        sent = {
+            "Host": AUTHORITY,
+            "Upgrade": "websocket",
+            "Connection": "Upgrade",
+            "Sec-WebSocket-Key": KEY.decode("ascii"),
+            **fields,
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+        await self._stream.send_all(f"GET {path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += await self._more()
+        head, _, rest = received.partition(b"\r\n\r\n")
+        status_line, *field_lines = head.decode("latin-1").split("\r\n")
+        pairs = (line.partition(":") for line in field_lines)
+        self.headers = {name.lower(): value.strip() for name, _, value in pairs}
+        status = int(status_line.split(" ")[1])
+        if status != 101:
+            while len(rest) < int(self.headers.get("content-length", "0")):
+                rest += await self._more()
+            raise WebSocketRefused(status, self.headers, rest)
+        return rest
+
+    async def send_all(self, data: bytes) -> None:
+        await self._stream.send_all(data)
+
+    async def send_eof(self) -> None:
+        await self._stream.send_eof()
+
+    async def receive_some(self) -> bytes:
+        return await self._stream.receive_some(READ_BYTES)
+
+    async def _more(self) -> bytes:
+        piece = await self.receive_some()
+        if not piece:
+            raise WebSocketClosed(None, "the connection ended before the response")
+        return piece
+
+
+class Http2Tunnel:
+    """The bytes of a websocket over one stream of HTTP/2 (RFC 8441). It grants credit for received bytes at once.
+
+    Args:
+        stream: the client's end of the connection.
+
+    Attributes:
+        headers: header fields of the response, with names in lower case.
+        protocol: the state of the connection.
+        stream_id: id of the websocket's stream.
+    """
+
+    def __init__(self, stream: MemoryEnd) -> None:
+        self.headers: dict[str, str] = {}
+        self.protocol = H2Connection(H2Configuration(client_side=True, header_encoding="latin-1"))
+        self.stream_id = 1
+        self._stream = stream
+        self._received = bytearray()
+        self._has_ended = False
+        self._read_over: trio.Event | None = None  # The event is set when the current call of `_read` ends.
+
+    async def open(self, path: str, fields: Mapping[str, str]) -> bytes:
+        """Send the opening handshake, and wait for the response. See Http1Tunnel.
+
+        Args:
+            path: path and query.
+            fields: header fields.
+        """
+        protocol = self.protocol
+        protocol.initiate_connection()
+        await self._flush()
+        while not protocol.remote_settings.enable_connect_protocol and not self._has_ended:
+            await self._read()
+        pseudo = {":method": "CONNECT", ":protocol": "websocket", ":scheme": "http", ":path": path}
+        lower = {name.lower(): value for name, value in fields.items()}
+        protocol.send_headers(self.stream_id, [*pseudo.items(), (":authority", AUTHORITY), *lower.items()])
+        await self._flush()
+        while not self.headers:
+            if self._has_ended:
+                raise WebSocketClosed(None, "the stream ended before the response")
+            await self._read()
+        status = int(self.headers.pop(":status"))
+        if status != 200:
+            while not self._has_ended:
+                await self._read()
+            raise WebSocketRefused(status, self.headers, bytes(self._received))
+        return b""
+
+    async def send_all(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left and not self._has_ended:
+            size = min(self.protocol.local_flow_control_window(self.stream_id), self.protocol.max_outbound_frame_size)
+            if size <= 0:
+                await self._read()
+                continue
+            self.protocol.send_data(self.stream_id, bytes(left[:size]))
+            left = left[size:]
+            await self._flush()
+
+    async def send_eof(self) -> None:
+        self.protocol.end_stream(self.stream_id)
+        await self._flush()
+
+    async def reset(self) -> None:
+        """Reset the stream. The connection stays open."""
+        self.protocol.reset_stream(self.stream_id, ErrorCodes.CANCEL)
+        await self._flush()
+
+    async def receive_some(self) -> bytes:
+        while not self._received and not self._has_ended:
+            await self._read()
+        received = bytes(self._received)
+        self._received.clear()
+        return received
+
+    async def _flush(self) -> None:
+        data = self.protocol.data_to_send()
+        if data:
+            await self._stream.send_all(data)
+
+    async def _read(self) -> None:
+        """Read from the connection once, or wait until another task has read from it."""
+        if self._read_over is not None:
+            await self._read_over.wait()
+            return
+        self._read_over = read_over = trio.Event()
+        try:
+            data = await self._stream.receive_some(READ_BYTES)
+        finally:
+            self._read_over = None
+            read_over.set()
+        if not data:
+            self._has_ended = True
+            return
+        for event in self.protocol.receive_data(data):
+            if isinstance(event, h2.events.ResponseReceived):
+                self.headers = {str(name): str(value) for name, value in event.headers or ()}
+            elif isinstance(event, h2.events.DataReceived):
+                self._received += event.data or b""
+                if event.flow_controlled_length:
+                    self.protocol.acknowledge_received_data(event.flow_controlled_length, self.stream_id)
+            elif isinstance(event, (h2.events.StreamEnded, h2.events.StreamReset, h2.events.ConnectionTerminated)):
+                self._has_ended = True
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._flush()
+
+
 class MemoryWebSocket:
     """A websocket client with its own connection. `ServedInMemory.websocket` creates it.
 
     The client has no task of its own: it reads, and answers pings, only while `receive` runs.
 
     Args:
-        stream: the client's end of the connection. A test may also send its own bytes through it.
+        stream: the client's end of the connection.
+        http: 1 for HTTP/1.1, 2 for HTTP/2.
 
     Attributes:
         headers: header fields of the response that accepted the websocket, with names in lower case.
@@ -64,10 +244,11 @@ class MemoryWebSocket:
         answers_pings: False: the client sends no pongs.
     """
 
-    def __init__(self, stream: MemoryEnd) -> None:
+    def __init__(self, stream: MemoryEnd, *, http: int = 1) -> None:
         from wsproto.connection import Connection, ConnectionType
 
         self.stream = stream
+        self._tunnel = Http2Tunnel(stream) if http == 2 else Http1Tunnel(stream)
         self.headers: dict[str, str] = {}
         self.pings: list[bytes] = []
         self.answers_pings = True
@@ -81,37 +262,13 @@ class MemoryWebSocket:
 
         Args:
             path: path and query.
-            headers: additional header fields. None as a value removes a field of the handshake.
+            headers: header fields to add or to replace.
 
         Raises:
             WebSocketRefused: the server refused the websocket.
         """
-        fields = {
-            "Host": "memory",
-            "Upgrade": "websocket",
-            "Connection": "Upgrade",
-            "Sec-WebSocket-Version": "13",
-            "Sec-WebSocket-Key": KEY.decode("ascii"),
-            **(headers or {}),
-        }
-        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        await self.stream.send_all(f"GET {path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
-        received = b""
-        while b"\r\n\r\n" not in received:
-            piece = await self._read()
-            if not piece:
-                raise WebSocketClosed(None, "the connection ended before the response")
-            received += piece
-        head, _, rest = received.partition(b"\r\n\r\n")
-        status_line, *field_lines = head.decode("latin-1").split("\r\n")
-        pairs = (line.partition(":") for line in field_lines)
-        self.headers = {name.lower(): value.strip() for name, _, value in pairs}
-        status = int(status_line.split(" ")[1])
-        if status != 101:
-            length = int(self.headers.get("content-length", "0"))
-            while len(rest) < length:
-                rest += await self._read()
-            raise WebSocketRefused(status, self.headers, rest)
+        rest = await self._tunnel.open(path, {"Sec-WebSocket-Version": "13", **(headers or {})})
+        self.headers = self._tunnel.headers
         self._take(rest)
 
     async def send(self, message: str | bytes) -> None:
@@ -123,7 +280,7 @@ class MemoryWebSocket:
         from wsproto.events import BytesMessage, TextMessage
 
         event = TextMessage(data=message) if isinstance(message, str) else BytesMessage(data=message)
-        await self.stream.send_all(self._protocol.send(event))
+        await self._tunnel.send_all(self._protocol.send(event))
 
     async def receive(self) -> str | bytes:
         """Wait for the next message.
@@ -135,7 +292,7 @@ class MemoryWebSocket:
         while not self._messages:
             if self._closed is not None:
                 raise self._closed
-            received = await self._read()
+            received = await self.receive_raw()
             if received:
                 await self._answer(self._take(received))
             else:
@@ -154,7 +311,7 @@ class MemoryWebSocket:
         """
         from wsproto.events import CloseConnection
 
-        await self.stream.send_all(self._protocol.send(CloseConnection(code=code, reason=reason)))
+        await self._tunnel.send_all(self._protocol.send(CloseConnection(code=code, reason=reason)))
         return await self.closed()
 
     async def closed(self) -> WebSocketClosed:
@@ -174,20 +331,30 @@ class MemoryWebSocket:
         self.stream.abort()
 
     async def half_close(self) -> None:
-        await self.stream.send_eof()
+        """Announce that no more bytes will be sent."""
+        await self._tunnel.send_eof()
 
-    # --- helpers ---
+    async def send_raw(self, data: bytes) -> None:
+        """Send bytes that this client did not encode.
 
-    async def _read(self) -> bytes:
+        Args:
+            data: bytes, such as a malformed frame.
+        """
+        await self._tunnel.send_all(data)
+
+    async def receive_raw(self) -> bytes:
+        """Return bytes that this client has not decoded. They are empty after the end of the connection or stream."""
         try:
-            return await self.stream.receive_some(READ_BYTES)
+            return await self._tunnel.receive_some()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return b""
+
+    # --- helpers ---
 
     async def _answer(self, replies: bytes) -> None:
         if replies:
             try:
-                await self.stream.send_all(replies)
+                await self._tunnel.send_all(replies)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return
 

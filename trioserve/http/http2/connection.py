@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import h2.events
 import h2.exceptions
@@ -29,7 +30,11 @@ from trioserve.http.http2.protocol import error_code_of, initiated_protocol, ref
 from trioserve.http.http2.stream import H2Outbox, H2Stream
 from trioserve.http.message_head import printable
 from trioserve.http.pace import RateBucket
+from trioserve.http.websocket.handshake import handshake_fault
 from trioserve.trio_tools.tcp_stream import TcpStream
+
+if TYPE_CHECKING:
+    from trioserve.http.websocket.framed import FramedWebSocket
 
 __all__ = ["H2Connection"]
 
@@ -159,7 +164,7 @@ class H2Connection:
         """
         self._is_last = True
         for stream in self._streams.values():
-            stream.wake()
+            stream.note_drain()
 
     def drain(self) -> None:
         """Accept no more streams, and end the connection with a GOAWAY when the running streams have ended. Never
@@ -175,7 +180,7 @@ class H2Connection:
             if not self._streams:
                 self._go_away(ErrorCodes.NO_ERROR)
             for stream in self._streams.values():
-                stream.wake()
+                stream.note_drain()
 
     def make_room(self) -> None:
         """End the connection with a GOAWAY to accept another connection. Does not wait until the client closes."""
@@ -224,6 +229,23 @@ class H2Connection:
 
     def unix_seconds(self) -> int:
         return self._setup.clock_and_ids.unix_seconds()
+
+    def new_websocket(self, stream: H2Stream) -> FramedWebSocket:
+        # The first websocket loads wsproto.
+        from trioserve.http.websocket.framed import FramedWebSocket
+
+        websocket = FramedWebSocket(
+            stream, stream.scope, self._setup.body_budget, self._limits, self._tally, peer=self._peer
+        )
+        if self._setup.slots.is_draining:
+            websocket.draining.set()
+        return websocket
+
+    def start_task(self, run: Callable[[], Awaitable[None]]) -> None:
+        self._nursery.start_soon(run)
+
+    def websocket_left(self) -> None:
+        self._tally.exchanges_left_total += 1
 
     # --- reading ---
 
@@ -288,7 +310,7 @@ class H2Connection:
         elif isinstance(event, h2.events.StreamReset):
             stream = self._streams.get(event.stream_id)
             if stream is not None and not stream.gone:
-                self._tally.exchanges_left_total += 1
+                self._tally.exchanges_left_total += stream.may_be_left
                 stream.leave()
             self._count_reset(now)
         elif isinstance(event, h2.events.PingAckReceived):
@@ -312,7 +334,8 @@ class H2Connection:
         if is_known and not self._has_known:
             self._has_known = True
             self.on_known()
-        refusal = self._setup.slots.refusal(is_known=is_known)
+        websocket_caller = self._setup.slots.websocket_caller(head, is_known=is_known)
+        refusal = self._setup.slots.refusal(is_known=is_known, websocket_caller=websocket_caller)
         if refusal is not None:
             self._refuse_stream(event.stream_id, refusal, now)
             return
@@ -331,13 +354,14 @@ class H2Connection:
             request_ended=event.stream_ended is not None,
             is_known=is_known,
             is_late=self._setup.slots.is_draining,
+            websocket_caller=websocket_caller,
         )
         if not self._streams:
             self._busy_since = now
             self._has_streams.set()
         self._streams[stream.id] = stream
         self._cpu_credit += REQUEST_CPU_SECONDS
-        self._setup.slots.take(is_known=is_known)
+        self._setup.slots.take(is_known=is_known, websocket_caller=websocket_caller)
         self._nursery.start_soon(self._run_stream, stream)
 
     def _stream_refusal(self) -> StreamRefusal | None:
@@ -399,9 +423,13 @@ class H2Connection:
                     return  # The client reset the stream in the same read that opened the stream.
                 if stream.method == "CONNECT":
                     await stream.respond(405, JSON_FIELDS, refusal_body(405, "this server is not a proxy"))
+                elif stream.is_websocket and (fault := handshake_fault(stream.headers, has_key=False)) is not None:
+                    status, message, fields = fault
+                    await stream.respond(status, [*JSON_FIELDS, *fields], refusal_body(status, message))
                 elif not await call_handler(self._setup.handler, stream, stream.response):
                     self._tally.exchanges_failed_total += 1
                 if stream.response.finished:
+                    stream.queue_end()
                     await stream.drained()
                 else:
                     self._reset(stream, ErrorCodes.INTERNAL_ERROR)
@@ -409,7 +437,9 @@ class H2Connection:
             self._close_stream(stream)
 
     def _close_stream(self, stream: H2Stream) -> None:
-        if not stream.end_sent:
+        if stream.response.websocket is not None:
+            stream.response.websocket.release()
+        if not (stream.end_sent or self._ends_websocket(stream)):
             self._reset(stream, ErrorCodes.CANCEL)
         elif not stream.request_ended:
             # The response is complete, so the rest of the request is not needed (RFC 9113, 8.1).
@@ -417,7 +447,9 @@ class H2Connection:
         stream.gone = True
         stream.share.release()
         del self._streams[stream.id]
-        self._setup.slots.release(is_known=stream.is_known, is_late=stream.is_late)
+        self._setup.slots.release(
+            is_known=stream.is_known, is_late=stream.is_late, websocket_caller=stream.websocket_caller
+        )
         if not self._streams:
             if self._is_last and self._last_stream_id is None:
                 self._is_leaving = True
@@ -426,6 +458,14 @@ class H2Connection:
             self._has_streams = trio.Event()
             self._update_read_timeout()
             self._more_to_write()  # The writer then ends the connection if it accepts no more streams.
+
+    def _ends_websocket(self, stream: H2Stream) -> bool:
+        """Send the last frames of a websocket and the end of its stream, and return True if the windows allow that."""
+        if stream.response.websocket is None or stream.gone:
+            return False
+        with contextlib.suppress(h2.exceptions.ProtocolError):  # After a protocol error, h2 sends nothing more.
+            return self._outbox.end_at_once(stream)
+        return False
 
     def _reset(self, stream: H2Stream, code: ErrorCodes) -> None:
         if not stream.gone:
@@ -572,7 +612,7 @@ class H2Connection:
         self._client_gone = True
         for stream in self._streams.values():
             if not stream.gone:
-                self._tally.exchanges_left_total += 1
+                self._tally.exchanges_left_total += stream.may_be_left
                 stream.leave()
         self._scope.cancel()
 

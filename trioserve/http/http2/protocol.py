@@ -129,6 +129,7 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
     settings: dict[SettingCodes, int] = {
         SettingCodes.MAX_CONCURRENT_STREAMS: limits.streams_max,
         SettingCodes.MAX_HEADER_LIST_SIZE: limits.head_bytes_max,
+        SettingCodes.ENABLE_CONNECT_PROTOCOL: 1,  # Clients may open websockets (RFC 8441).
     }
     protocol.local_settings = Settings(client=False, initial_values=settings)
     protocol.initiate_connection()
@@ -142,7 +143,7 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
 
 def request_head(event: h2.events.RequestReceived, peer: str) -> RequestHead:
     """Convert a request from h2, which has checked the fields. ":authority" becomes "host" if "host" is missing (RFC
-    9113, 8.3.1).
+    9113, 8.3.1). A CONNECT that opens a websocket (RFC 8441) becomes a GET, as on HTTP/1.1.
 
     Args:
         event: the event from h2.
@@ -159,11 +160,13 @@ def request_head(event: h2.events.RequestReceived, peer: str) -> RequestHead:
     if authority is not None and not any(name == "host" for name, _ in fields):
         fields.insert(0, ("host", authority))
     path, query = split_target(pseudo.get(b":path", authority or ""))
+    is_websocket = pseudo[b":method"] == "CONNECT" and pseudo.get(b":protocol") == "websocket"
     return RequestHead(
-        method=pseudo[b":method"],
+        method="GET" if is_websocket else pseudo[b":method"],
         path=path,
         query=query,
         headers=Headers(fields),
         http_version="2",
         peer=peer,
+        is_websocket=is_websocket,
     )

@@ -7,18 +7,21 @@ known and bounded, and the bytes of all streams of a connection are sent in one 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from trioserve.http.body_budget import BodyShare, decoded_body
-from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields, ResponseState
+from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields, ResponseState, WebSocket
 from trioserve.http.http2.frames import FrameGate
 from trioserve.http.http2.protocol import H2Protocol
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.pace import BodyPace, ResponsePace
+
+if TYPE_CHECKING:
+    from trioserve.http.websocket.framed import FramedWebSocket
 
 __all__ = ["H2Outbox", "H2Stream", "StreamOwner"]
 
@@ -76,6 +79,23 @@ class StreamOwner(Protocol):
     def unix_seconds(self) -> int:
         """Return the time of day, in seconds since 1970."""
 
+    def new_websocket(self, stream: H2Stream) -> FramedWebSocket:
+        """Create the websocket that a stream opens.
+
+        Args:
+            stream: the stream.
+        """
+
+    def start_task(self, run: Callable[[], Awaitable[None]]) -> None:
+        """Start a task that ends before the connection does.
+
+        Args:
+            run: function of the task.
+        """
+
+    def websocket_left(self) -> None:
+        """Count a client that closed its side of a websocket without a close frame."""
+
 
 class H2Stream(Exchange):
     """The exchange of one HTTP/2 stream. The connection creates the exchange and enters its scope.
@@ -89,6 +109,7 @@ class H2Stream(Exchange):
         request_ended: True if the request has no body.
         is_known: True if the caller has shown an API key, or the server requires none.
         is_late: True if the stream was opened after `announce_drain`.
+        websocket_caller: see ExchangeSlots.
 
     Attributes:
         request_ended: True once the whole request has arrived.
@@ -96,6 +117,7 @@ class H2Stream(Exchange):
         gone: True once the stream is closed in both directions. Bytes that the handler still sends are dropped.
         queued: True while the stream is in the connection's outbox.
         unsent_bytes: bytes of the response that wait for the connection.
+        sent_bytes_total: bytes of the response that the connection has taken.
     """
 
     def __init__(
@@ -109,6 +131,7 @@ class H2Stream(Exchange):
         request_ended: bool,
         is_known: bool,
         is_late: bool = False,
+        websocket_caller: str | None = None,
     ) -> None:
         self.id = stream_id
         self.method = head.method
@@ -117,8 +140,10 @@ class H2Stream(Exchange):
         self.headers = head.headers
         self.http_version = head.http_version
         self.peer = head.peer
+        self.is_websocket = head.is_websocket
+        self.websocket_caller = websocket_caller
         self.scope = trio.CancelScope()
-        self.response = ResponseState(method=head.method)
+        self.response = ResponseState(method=head.method, is_websocket=head.is_websocket)
         self.share = share
         self.is_known = is_known
         self.is_late = is_late
@@ -127,17 +152,26 @@ class H2Stream(Exchange):
         self.gone = False
         self.queued = False
         self.unsent_bytes = 0
+        self.sent_bytes_total = 0
         self._owner = owner
         self._limits = limits
         self._unsent: deque[bytes] = deque()
         # The unread pieces of the body, each with the number of window bytes that it used.
         self._arrived: deque[tuple[bytes, int]] = deque()
         self._changed: trio.Event | None = None
+        self._websocket: FramedWebSocket | None = None
+        self._is_parsing = False  # True while a task parses the frames of the websocket.
+        self._uncredited_bytes = 0  # The window bytes of a websocket that were parsed and not credited.
         self._pace: ResponsePace | None = None  # The object is created when the handler first waits for the client.
 
     @property
     def started(self) -> bool:
         return self.response.started
+
+    @property
+    def may_be_left(self) -> bool:
+        """True while a client that ends the stream leaves its handler: neither side has ended the response."""
+        return not self.gone and (self._websocket is None or not self._websocket.is_closed)
 
     # --- methods for the handler ---
 
@@ -168,6 +202,25 @@ class H2Stream(Exchange):
         await trio.lowlevel.checkpoint()
         return await decoded_body(self.share, self.headers)
 
+    async def accept_websocket(self, headers: HeaderFields = ()) -> WebSocket:
+        if not self.is_websocket:
+            return await super().accept_websocket(headers)
+        self.response.check_body_readable()
+        fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds())
+        websocket = self._owner.new_websocket(self)
+        self.response.accept(websocket)
+        self._websocket = websocket
+        self._owner.send_head(self, [(b":status", b"200"), *fields], end_stream=False)
+        self._owner.start_task(websocket.watch)
+        arrived = list(self._arrived)
+        self._arrived.clear()
+        for piece, window_bytes in arrived:
+            self._feed(websocket, piece, window_bytes)
+        if self.request_ended:
+            self.request_end_arrived()
+        await trio.lowlevel.checkpoint()
+        return websocket
+
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         self._start(status, headers, content_length=len(body), end_stream=not body)
         await self.finish(body)
@@ -189,8 +242,7 @@ class H2Stream(Exchange):
         self.response.check_open()
         await self._buffer(last)
         self.response.finish()
-        if not (self.gone or self.end_sent or self.queued):
-            self._owner.queue(self)
+        self.queue_end()
         await trio.lowlevel.checkpoint()
 
     # --- methods for the connection ---
@@ -217,6 +269,7 @@ class H2Stream(Exchange):
                 wanted -= len(piece)
             taken = b"".join(pieces)
         self.unsent_bytes -= len(taken)
+        self.sent_bytes_total += len(taken)
         if self._pace is not None and self._pace.is_running:
             if self.unsent_bytes:
                 self._pace.advance(len(taken), trio.current_time())
@@ -232,7 +285,12 @@ class H2Stream(Exchange):
             data: bytes of the body.
             window_bytes: bytes of the window that `data` and its padding used.
         """
-        if self.gone or self.started:
+        if self.gone:
+            return
+        if self._websocket is not None:
+            self._feed(self._websocket, data, window_bytes)
+            return
+        if self.started:
             return
         if self._arrived and len(self._arrived[-1][0]) + len(data) <= MERGED_BYTES_MAX:
             # Short pieces are joined, because entries with a single byte each would take a hundred times the memory of
@@ -244,16 +302,41 @@ class H2Stream(Exchange):
 
     def request_end_arrived(self) -> None:
         self.request_ended = True
+        if self._websocket is not None:
+            if self.may_be_left:
+                self._owner.websocket_left()
+            self._websocket.leave()
         self.wake()
 
     def leave(self) -> None:
         """Drop all bytes of the stream and cancel its handler at once, because either side has closed the stream."""
         self.gone = True
+        if self._websocket is not None:
+            self._websocket.leave()
         self._unsent.clear()
         self._arrived.clear()
         self.unsent_bytes = 0
         self.scope.cancel()
         self.wake()
+
+    def note_drain(self) -> None:
+        """Wake the handler, because the server starts to drain."""
+        if self._websocket is not None:
+            self._websocket.draining.set()
+        self.wake()
+
+    def queue_end(self) -> None:
+        """Queue the end of the response, after all bytes of it."""
+        if not (self.gone or self.end_sent or self.queued):
+            self._owner.queue(self)
+
+    # --- methods for the websocket ---
+
+    def push(self, data: bytes | bytearray) -> None:
+        self._push(bytes(data))
+
+    async def wait_for_client(self) -> None:
+        await self._wait_for_client()
 
     def wake(self) -> None:
         if self._changed is not None:
@@ -273,6 +356,31 @@ class H2Stream(Exchange):
         self._arrived.clear()  # The handler cannot read the body any more.
         fields.insert(0, (b":status", b"%d" % status))
         self._owner.send_head(self, fields, end_stream=end_stream or self.response.bodiless)
+
+    def _feed(self, websocket: FramedWebSocket, data: bytes, window_bytes: int) -> None:
+        """Parse frames of a websocket. If there are many, a task parses the rest."""
+        self._uncredited_bytes += window_bytes
+        websocket.feed(data)
+        if self._is_parsing:
+            return
+        if websocket.parse():
+            self._is_parsing = True
+            self._owner.start_task(self._parse_rest)
+        else:
+            self._credit_parsed()
+
+    async def _parse_rest(self) -> None:
+        assert self._websocket is not None
+        while self._websocket.parse():
+            await trio.lowlevel.checkpoint()
+        self._is_parsing = False
+        self._credit_parsed()
+
+    def _credit_parsed(self) -> None:
+        # Only parsed bytes are credited, so the window bounds the bytes that wait to be parsed.
+        if self._uncredited_bytes >= CREDIT_BYTES_MIN and not self.gone:
+            self._owner.credit(self, self._uncredited_bytes)
+            self._uncredited_bytes = 0
 
     async def _buffer(self, data: bytes) -> None:
         """Append bytes of the response, and wait only if the buffer is full."""
@@ -407,3 +515,19 @@ class H2Outbox:
                 stream.end_sent = True
                 stream.wake()
         return bool(ready) and not window_closed
+
+    def end_at_once(self, stream: H2Stream) -> bool:
+        """Frame all bytes of a stream and its end, ahead of the other streams.
+
+        Args:
+            stream: the stream.
+
+        Returns:
+            False if the windows do not allow this now. Then nothing is framed.
+        """
+        protocol = self._protocol
+        if stream.unsent_bytes > min(protocol.window_of(stream.id), protocol.max_outbound_frame_size):
+            return False
+        self.collect(protocol.data_frame(stream.id, stream.take_unsent(stream.unsent_bytes), end_stream=True))
+        stream.end_sent = True
+        return True
