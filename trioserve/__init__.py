@@ -41,13 +41,7 @@ if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
     from trioserve.engine.session import Reply, Session
     from trioserve.model.loading.default_model import find_default_model
-    from trioserve.text.response_parts import (
-        ContentText,
-        ReasoningText,
-        ToolCallArguments,
-        ToolCallBegin,
-        ToolCallEnd,
-    )
+    from trioserve.text.response_parts import ContentText, ReasoningText, ToolCallArguments, ToolCallBegin, ToolCallEnd
 
 __all__ = [
     "AbortOutcome",

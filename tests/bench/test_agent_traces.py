@@ -6,16 +6,7 @@ import statistics
 
 import pytest
 
-from trioserve.bench.agents.traces import (
-    SMALL_SHAPE,
-    TRAFFICS,
-    LogNormal,
-    Session,
-    Shape,
-    Traffic,
-    Turn,
-    draw_traffic,
-)
+from trioserve.bench.agents.traces import SMALL_SHAPE, TRAFFICS, LogNormal, Session, Shape, Traffic, Turn, draw_traffic
 
 
 def session(number=1, *turns, prefix=0, prefix_tokens=100, wait=0.0):

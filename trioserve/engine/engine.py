@@ -53,16 +53,8 @@ from trioserve.engine.lifecycle.request_admission import new_request_id
 from trioserve.engine.lifecycle.work import CacheRelease, Guard
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest, view_of
-from trioserve.engine.pooling_request import (
-    PoolingRequest,
-    checked_inputs,
-    name_of_input,
-)
-from trioserve.engine.request_preparation import (
-    checked_kv_transfer,
-    checked_prompt,
-    instance_of,
-)
+from trioserve.engine.pooling_request import PoolingRequest, checked_inputs, name_of_input
+from trioserve.engine.request_preparation import checked_kv_transfer, checked_prompt, instance_of
 from trioserve.engine.request_stream import PartStream, PoolingStream, RequestStream
 from trioserve.engine.session import Session
 from trioserve.engine.sessions import LiveSession, SessionName, SessionTable

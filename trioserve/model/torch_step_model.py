@@ -42,12 +42,7 @@ from trioserve.model.step_model import (
     sampled_rows,
 )
 from trioserve.model.step_rows import needed_rows, pooled_vector
-from trioserve.model.step_tensors import (
-    HeadShape,
-    StepShape,
-    StepTensors,
-    build_step_tensors,
-)
+from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
 from trioserve.model.torch_adapters import AdapterColumns, TorchAdapter, adapter_rows
 from trioserve.model.torch_formats import TORCH_DTYPES, PinnedStaging, Sending, TensorSlot
 from trioserve.model.weights import Slot

@@ -30,12 +30,7 @@ from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.metrics.text_format import joined_pages
-from trioserve.proxy.aborts import (
-    abort_for_vllm,
-    abort_one_or_all,
-    abort_request,
-    abort_requests,
-)
+from trioserve.proxy.aborts import abort_for_vllm, abort_one_or_all, abort_request, abort_requests
 from trioserve.proxy.adapters import load_adapter, unload_adapter
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.forwarding import forward

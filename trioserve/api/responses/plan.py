@@ -8,12 +8,7 @@ import msgspec
 
 from trioserve.api.openai.request_types import deadlines_of
 from trioserve.api.responses.input_items import checked_items, messages_of
-from trioserve.api.responses.request_types import (
-    InputTokensBody,
-    PromptBody,
-    ResponsesBody,
-    TextFormat,
-)
+from trioserve.api.responses.request_types import InputTokensBody, PromptBody, ResponsesBody, TextFormat
 from trioserve.api.responses.response_object import Item, ResponseHead, with_ids
 from trioserve.api.responses.stored_responses import Loaded, items_before, resolve_references
 from trioserve.api.responses.tools import Tools, parse_tools

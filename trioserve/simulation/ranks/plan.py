@@ -11,12 +11,15 @@ from typing import Literal
 
 import msgspec
 
+from trioserve.core.settings import CoreSettings
+from trioserve.model.settings import ModelSettings
+from trioserve.ranks.messages import RankSetup
 from trioserve.simulation.stack.forms import drawn_form
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 
 __all__ = [
-    "BLOCK_SIZE",
     "Abort",
+    "BLOCK_SIZE",
     "Client",
     "Harm",
     "HarmKind",
@@ -27,6 +30,8 @@ __all__ = [
     "RanksStage",
     "Swap",
     "Unload",
+    "core_settings",
+    "rank_setups",
     "drawn_ranks_plan",
 ]
 
@@ -379,3 +384,30 @@ class _Draws:
             after=rng.choice((0.0, 0.0, 0.003, 0.02, 1.5)),
             seconds=round(slow_share * stage.answer_seconds_max, 3) if kind == "slow" else 0.0,
         )
+
+
+def rank_setups(stage: RanksStage) -> list[RankSetup]:
+    return [
+        RankSetup(
+            rank=rank,
+            size=stage.rank_count,
+            path="/model",
+            settings=ModelSettings(block_size=BLOCK_SIZE),
+            context_tokens=None,
+            uses_further_layers=False,
+            expert_parallel=False,
+        )
+        for rank in range(stage.rank_count)
+    ]
+
+
+def core_settings(stage: RanksStage) -> CoreSettings:
+    return CoreSettings(
+        block_count=stage.block_count,
+        block_size=BLOCK_SIZE,
+        context_tokens_max=stage.block_count * BLOCK_SIZE,
+        max_num_seqs=stage.max_num_seqs,
+        step_tokens_max=stage.step_tokens_max,
+        overlap_steps=stage.overlaps,
+        draft_tokens_max=stage.draft_tokens,
+    )

@@ -1,23 +1,33 @@
-"""The simulated ranks of one opening of the engine, the harm to them, and checks of how their group reacts."""
+"""The simulated ranks of one opening of the engine, the harm to them, and checks of how their group reacts.
+
+The engine of an opening gets its steps, masks and adapters from here, too.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import trio
 
 from trioserve.contracts.errors import ModelLoadError, RankLost
-from trioserve.contracts.step import StepPlan
+from trioserve.contracts.guide import GuidedRows, TokenMasks
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.engine.lifecycle.engine_loop import StepRunner
+from trioserve.engine.structured_output import MaskBuffers, MaskRows
 from trioserve.ranks.link import RankLink
 from trioserve.ranks.messages import Report
 from trioserve.simulation.ranks.plan import LOADING, REPLACING, Harm, Moment, RanksStage
 from trioserve.simulation.ranks.played_rank import CAUSE, END_CODE, CameApart, PlayedRank, Refused
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
+from trioserve.testing.fake_engine import fake_adapter_digest
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
-__all__ = ["PlayedOpening"]
+__all__ = ["PlayedOpening", "CheckedSteps", "LateMasks", "read_adapter"]
 
 # Time limits of the group. SIGNS_SECONDS: from the first sign of a rank's end until the group judges it. EXIT_SECONDS:
 # the wait for the process after its connection has ended. HANG_SECONDS: from the step timeout until the group names a
@@ -25,6 +35,7 @@ __all__ = ["PlayedOpening"]
 SIGNS_SECONDS, EXIT_SECONDS, HANG_SECONDS, START_SECONDS = 0.02, 0.05, 1.0, 60.0
 MOMENT_SECONDS = 1e-6
 PIDS_OF_ONE = 100
+ADAPTER_SECONDS = 0.01
 
 
 class _Harmed:
@@ -339,3 +350,111 @@ class PlayedOpening:
             assert rank.connection.is_closed, f"the group of {rank.name} is closed, but its connection is open"
             is_gone = rank.process is None or rank.process.how_ended() is not None
             assert is_gone, f"the group of {rank.name} is closed, but its process runs"
+
+
+class CheckedSteps:
+    """A StepRunner that checks the contract of step runners.
+
+    A result may be missing only for a reason, and no step may be computed after a failed step.
+
+    Args:
+        steps: the real StepRunner.
+        violate: called with each violation. If the violation were raised, the engine would treat it as a fault of a
+            step.
+    """
+
+    def __init__(self, steps: StepRunner, violate: Callable[[str], None]) -> None:
+        self._steps = steps
+        self._violate = violate
+        self._has_raised = False
+
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        return self._judged(self._steps.run_step(plan, is_abandoned), plan.step_index, is_abandoned)
+
+    async def _judged(
+        self, computed: Coroutine[Any, Any, StepResult | None], index: int, is_abandoned: IsAbandoned
+    ) -> StepResult | None:
+        try:
+            result = await computed
+        except RankLost as error:
+            if self._has_raised:
+                self._violate(f"step {index} raises after another step did: {error}")
+            self._has_raised = True
+            raise
+        if result is not None and self._has_raised:
+            self._violate(f"step {index} is computed after a step that failed")
+        if result is None and not (self._has_raised or is_abandoned()):
+            self._violate(f"step {index} was not computed, but a request waits for it")
+        return result
+
+
+class LateMasks:
+    """A MaskMaker that needs virtual time to fill masks."""
+
+    def __init__(self, seconds: float, nursery: trio.Nursery) -> None:
+        self._buffers = MaskBuffers(BYTE_VOCAB_SIZE)
+        self._seconds = seconds
+        self._nursery = nursery
+        self._filled = trio.Event()
+
+    def begin(self, guided: Sequence[GuidedRows], row_count: int) -> TokenMasks:
+        rows = self._buffers.take(guided, row_count)
+        if self._seconds:
+            self._nursery.start_soon(self._fill_later, rows)
+        else:
+            rows.fill()
+        return rows
+
+    async def _fill_later(self, rows: MaskRows) -> None:
+        await trio.sleep(self._seconds)
+        rows.fill()
+        self._filled.set()
+        self._filled = trio.Event()
+
+    def end(self, masks: TokenMasks) -> None:
+        assert isinstance(masks, MaskRows)
+        self._buffers.give_back(masks)
+
+    async def wait(self, masks: TokenMasks) -> None:
+        assert isinstance(masks, MaskRows)
+        while not masks.is_filled:
+            await self._filled.wait()
+
+
+class _Bytes(NamedTuple):
+    content: bytes
+
+    def tobytes(self) -> bytes:
+        return self.content
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (1, len(self.content))
+
+
+class _Matrix(NamedTuple):
+    a: _Bytes
+    b: _Bytes
+
+
+class _AdapterContent(NamedTuple):
+    digest: str
+    dtype: str = "float32"
+    rank_max: int = 1
+    byte_count: int = 1024
+
+    @property
+    def matrices(self) -> MappingProxyType[str, _Matrix]:
+        content = self.digest.encode()
+        return MappingProxyType({"layers.0.q_proj": _Matrix(_Bytes(content), _Bytes(content[::-1]))})
+
+
+async def read_adapter(path: str, is_checked: bool) -> _AdapterContent:
+    """Read an adapter in virtual time. The path determines its content.
+
+    Args:
+        path: path of the adapter.
+        is_checked: unused.
+    """
+    await trio.sleep(ADAPTER_SECONDS)
+    return _AdapterContent(fake_adapter_digest(path))

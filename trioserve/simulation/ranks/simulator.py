@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from types import MappingProxyType
-from typing import Any, NamedTuple
 
 import trio
 from trio.testing import MockClock
@@ -33,34 +31,37 @@ from trioserve.contracts.errors import (
     WeightsLost,
 )
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.guide import GuidedRows, TokenMasks
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.core.engine import EngineCore
-from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.engine import Engine
-from trioserve.engine.lifecycle.engine_loop import StepRunner
 from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.structured_output import MaskBuffers, MaskRows
 from trioserve.engine.text_work import EngineParts
 from trioserve.engine.weight_updates import WEIGHTS_REPLACED
 from trioserve.metrics.registry import Metrics
-from trioserve.model.settings import ModelSettings
 from trioserve.model.trainer_groups import TrainerGroups
 from trioserve.ranks.group import RankGroup, open_ranks
-from trioserve.ranks.messages import RankSetup
 from trioserve.ranks.ranked_weights import RankedWeights
-from trioserve.simulation.ranks.plan import BLOCK_SIZE, Abort, Client, Harm, Load, RanksPlan, RanksStage, Swap, Unload
-from trioserve.simulation.ranks.played_opening import PlayedOpening
+from trioserve.simulation.ranks.plan import (
+    Abort,
+    Client,
+    Harm,
+    Load,
+    RanksPlan,
+    Swap,
+    Unload,
+    core_settings,
+    rank_setups,
+)
+from trioserve.simulation.ranks.played_opening import CheckedSteps, LateMasks, PlayedOpening, read_adapter
 from trioserve.simulation.ranks.played_rank import LookingModel
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
 from trioserve.simulation.stack.forms import compile_forms, guide_of
@@ -84,7 +85,6 @@ BACKOFF_SECONDS_MAX = 4.0  # maximum number of seconds before a broken engine re
 FRUITLESS_MAX = 3  # number of consecutive openings without a step after which the engine ends
 WAITING_MAX = 40
 ADAPTERS_MAX = 8
-ADAPTER_SECONDS = 0.01
 READ = "read to the end"
 
 
@@ -217,7 +217,7 @@ class RanksSimulation(TracedRun):
     @asynccontextmanager
     async def _open_engine(self, texts: TextThreads, world: trio.Nursery) -> AsyncIterator[Engine]:
         stage = self.plan.stage
-        adapters = Adapters(_read_adapter, adapters_max=ADAPTERS_MAX, reserved_names=("model",))
+        adapters = Adapters(read_adapter, adapters_max=ADAPTERS_MAX, reserved_names=("model",))
 
         def make_engine(parts: EngineParts) -> Engine:
             engine = Engine(
@@ -272,10 +272,10 @@ class RanksSimulation(TracedRun):
     async def _open_parts(self, adapters: Adapters, world: trio.Nursery) -> AsyncIterator[EngineParts]:
         stage = self.plan.stage
         opening = self._new_opening(world)
-        masks = _LateMasks(stage.mask_seconds, world)
+        masks = LateMasks(stage.mask_seconds, world)
         try:
             async with open_ranks(
-                _setups(stage),
+                rank_setups(stage),
                 opening.make_links,
                 answer_seconds_max=stage.answer_seconds_max,
                 find_missing=opening.find_missing,
@@ -286,14 +286,14 @@ class RanksSimulation(TracedRun):
                 assert group.loaded.block_count == stage.block_count, (
                     "more blocks than fit into the memory of every rank"
                 )
-                self._core = EngineCore(_core_settings(stage), mask_maker=masks)
+                self._core = EngineCore(core_settings(stage), mask_maker=masks)
                 await adapters.attach(group)
                 try:
                     self.tell(f"opening {opening.index} is open")
                     opening.is_open = True
                     yield EngineParts(
                         self._core,
-                        _CheckedSteps(group, self._violate),
+                        CheckedSteps(group, self._violate),
                         when_idle=group.claim_memory,
                         guard=group.guard,
                         weights=RankedWeights(group, TrainerGroups()),
@@ -666,135 +666,6 @@ class RanksSimulation(TracedRun):
 
     def _violate(self, what: str) -> None:
         self._violations.append(AssertionError(what))
-
-
-class _CheckedSteps:
-    """A StepRunner that checks the contract of step runners.
-
-    A result may be missing only for a reason, and no step may be computed after a failed step.
-
-    Args:
-        steps: the real StepRunner.
-        violate: called with each violation. If the violation were raised, the engine would treat it as a fault of a
-            step.
-    """
-
-    def __init__(self, steps: StepRunner, violate: Callable[[str], None]) -> None:
-        self._steps = steps
-        self._violate = violate
-        self._has_raised = False
-
-    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
-        return self._judged(self._steps.run_step(plan, is_abandoned), plan.step_index, is_abandoned)
-
-    async def _judged(
-        self, computed: Coroutine[Any, Any, StepResult | None], index: int, is_abandoned: IsAbandoned
-    ) -> StepResult | None:
-        try:
-            result = await computed
-        except RankLost as error:
-            if self._has_raised:
-                self._violate(f"step {index} raises after another step did: {error}")
-            self._has_raised = True
-            raise
-        if result is not None and self._has_raised:
-            self._violate(f"step {index} is computed after a step that failed")
-        if result is None and not (self._has_raised or is_abandoned()):
-            self._violate(f"step {index} was not computed, but a request waits for it")
-        return result
-
-
-class _LateMasks:
-    """A MaskMaker that needs virtual time to fill masks."""
-
-    def __init__(self, seconds: float, nursery: trio.Nursery) -> None:
-        self._buffers = MaskBuffers(BYTE_VOCAB_SIZE)
-        self._seconds = seconds
-        self._nursery = nursery
-        self._filled = trio.Event()
-
-    def begin(self, guided: Sequence[GuidedRows], row_count: int) -> TokenMasks:
-        rows = self._buffers.take(guided, row_count)
-        if self._seconds:
-            self._nursery.start_soon(self._fill_later, rows)
-        else:
-            rows.fill()
-        return rows
-
-    async def _fill_later(self, rows: MaskRows) -> None:
-        await trio.sleep(self._seconds)
-        rows.fill()
-        self._filled.set()
-        self._filled = trio.Event()
-
-    def end(self, masks: TokenMasks) -> None:
-        assert isinstance(masks, MaskRows)
-        self._buffers.give_back(masks)
-
-    async def wait(self, masks: TokenMasks) -> None:
-        assert isinstance(masks, MaskRows)
-        while not masks.is_filled:
-            await self._filled.wait()
-
-
-class _Bytes(NamedTuple):
-    content: bytes
-
-    def tobytes(self) -> bytes:
-        return self.content
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (1, len(self.content))
-
-
-class _Matrix(NamedTuple):
-    a: _Bytes
-    b: _Bytes
-
-
-class _AdapterContent(NamedTuple):
-    digest: str
-    dtype: str = "float32"
-    rank_max: int = 1
-    byte_count: int = 1024
-
-    @property
-    def matrices(self) -> MappingProxyType[str, _Matrix]:
-        content = self.digest.encode()
-        return MappingProxyType({"layers.0.q_proj": _Matrix(_Bytes(content), _Bytes(content[::-1]))})
-
-
-async def _read_adapter(path: str, is_checked: bool) -> _AdapterContent:
-    await trio.sleep(ADAPTER_SECONDS)
-    return _AdapterContent(fake_adapter_digest(path))
-
-
-def _setups(stage: RanksStage) -> list[RankSetup]:
-    return [
-        RankSetup(
-            rank=rank,
-            size=stage.rank_count,
-            path="/model",
-            settings=ModelSettings(block_size=BLOCK_SIZE),
-            context_tokens=None,
-            uses_further_layers=False,
-            expert_parallel=False,
-        )
-        for rank in range(stage.rank_count)
-    ]
-
-
-def _core_settings(stage: RanksStage) -> CoreSettings:
-    return CoreSettings(
-        block_count=stage.block_count,
-        block_size=BLOCK_SIZE,
-        context_tokens_max=stage.block_count * BLOCK_SIZE,
-        max_num_seqs=stage.max_num_seqs,
-        step_tokens_max=stage.step_tokens_max,
-        overlap_steps=stage.overlaps,
-        draft_tokens_max=stage.draft_tokens,
-    )
 
 
 def _sampling(client: Client) -> SamplingParams:
