@@ -261,7 +261,11 @@ class ModelFiles:
             drafts: settings of draft tokens.
         """
         return msgspec.structs.replace(
-            self._options.model_settings(), quantization=drafts.quantization, context_tokens_max=None
+            self._options.model_settings(),
+            quantization=drafts.quantization,
+            context_tokens_max=None,
+            draft_tokens=0,
+            max_lora_graph_rank=0,  # The draft model has no adapters.
         )
 
     async def _fetched(self, name: str, *, with_weights: bool = True, revision: str | None = None) -> Path:

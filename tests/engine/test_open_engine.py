@@ -20,6 +20,7 @@ import trio
 import trio.testing
 
 from trioserve import assemble, assemble_compute, assemble_model
+from trioserve.assemble_model import ModelFiles
 from trioserve.config import Config, make_config
 from trioserve.connectors import registry
 from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
@@ -394,6 +395,18 @@ async def test_model_is_prepared_for_the_configured_number_of_sequences(runner_c
     async with assemble.open_engine("m", enforce_eager=True):
         assert runner_class.settings.context_tokens_max is None
         assert runner_class.settings.enforce_eager
+
+
+def test_graphs_are_prepared_for_draft_tokens_and_adapters_of_the_model_and_not_of_its_draft_model():
+    options = EngineOptions(model="m", speculative_model="d", speculative_tokens=3, enable_lora=True)
+    settings = options.model_settings()
+    assert (settings.draft_tokens, settings.max_lora_graph_rank) == (3, 256)
+    files = ModelFiles(options, None, None)
+    of_draft = files.draft_settings(files.drafts)
+    assert (of_draft.draft_tokens, of_draft.max_lora_graph_rank) == (0, 0)
+    plain = EngineOptions(model="m").model_settings()
+    assert (plain.draft_tokens, plain.max_lora_graph_rank) == (0, 0)
+    assert EngineOptions(model="m", lora_modules=("a=b",)).model_settings().max_lora_graph_rank == 256
 
 
 async def test_checkpoint_is_opened_with_the_served_context_length(runner_class, monkeypatch):

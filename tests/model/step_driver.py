@@ -42,6 +42,7 @@ def load_runner(
     context_tokens_max: int | None = None,
     kv_cache_dtype: str = "auto",
     max_lora_graph_rank: int = 0,
+    draft_tokens: int = 0,
 ) -> ModelRunner:
     """Return a runner with its KV cache. Every slot holds NaN at first, so that reading an unwritten slot shows up."""
     settings = ModelSettings(
@@ -59,6 +60,7 @@ def load_runner(
         batch_invariant=batch_invariant,
         context_tokens_max=context_tokens_max,
         max_lora_graph_rank=max_lora_graph_rank,
+        draft_tokens=draft_tokens,
     )
     runner = ModelRunner.load(open_checkpoint(path, context_tokens=context_tokens_max), settings)
     runner.allocate_kv(block_count)

@@ -375,6 +375,33 @@ def test_draft_tokens_are_rows_of_steps_of_fixed_shape(
     assert generated() == tokens
 
 
+def test_draft_tokens_of_all_sequences_fit_a_step_of_fixed_shape_and_more_do_not(
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    static_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three sequences of at most two draft tokens, as the settings say. Then a sequence has three."""
+
+    def said() -> dict[str, list[int]]:
+        options = {"cpu_kernels": "torch", "max_num_seqs": 3, "draft_tokens": 2}
+        driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), **options))
+        names = ["a", "b", "c"]
+        for index, name in enumerate(names):
+            driver.add(name, prompt_of(3, index), seed=index)
+        driver.generate(names, 1)
+        for last in ((5, 6), (5, 6, 7)):
+            result = driver.step(dict.fromkeys(names, 1), {"a": (5, 6), "b": (7, 8), "c": last})
+            assert not result.errors
+        driver.generate(names, 2)
+        return driver.tokens
+
+    tokens = said()
+    assert static_sizes == [9, 3, 3]
+    monkeypatch.undo()
+    assert said() == tokens
+
+
 @pytest.mark.parametrize("kind", ("llama", "qwen2-sliding", "gemma3n", "mixtral", "falcon-h1"))
 def test_adapters_use_steps_of_fixed_shape(
     kind: str,

@@ -57,10 +57,11 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         gpu_kernels: kernels that compute on a GPU. "auto" selects Triton's kernels if the steps of the model can be
             launched with them on this machine, or torch otherwise.
         quantization: quantization of the weights in memory. settle_quantization defines the meaning of "auto".
-        max_num_seqs: number of sequences that run at the same time. CUDA graphs are captured for up to this number.
-            None: the default of the device, see with_device_defaults.
+        max_num_seqs: number of sequences that run at the same time. CUDA graphs are captured for up to this number, and
+            for the draft tokens of these sequences. None: the default of the device, see with_device_defaults.
         max_num_batched_tokens: number of tokens that one step computes. None: the default of the device.
         context_tokens_max: longest sequence in tokens. None selects the model's limit.
+        draft_tokens: largest number of draft tokens of a sequence in one step.
         enforce_eager: do not use CUDA graphs.
         mixed_graphs: also use CUDA graphs for steps with prompt chunks. False: only for decodes.
         max_lora_graph_rank: largest sum of the ranks of all adapters of one step in a CUDA graph. 0: a step with an
@@ -86,6 +87,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     context_tokens_max: int | None = None
+    draft_tokens: int = 0
     enforce_eager: bool = False
     mixed_graphs: bool = True
     max_lora_graph_rank: int = 0

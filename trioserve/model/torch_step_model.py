@@ -232,7 +232,7 @@ class TorchStepModel:
                 self._static = StaticDecode(
                     model,
                     self._storage,
-                    rows_max=kept_max,
+                    rows_max=kept_max * (1 + self._settings.draft_tokens),
                     kept_max=kept_max,
                     context_tokens_max=self._settings.context_tokens_max or self.config.context_tokens_max,
                     prompt_rows_max=self._settings.step_tokens_max if self._settings.mixed_graphs else 0,

@@ -341,6 +341,7 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         Raises:
             StartupError: a value is out of range, or values contradict each other.
         """
+        drafts = self.drafts()
         return ModelSettings(
             dtype=self.dtype,
             device=self.device,
@@ -355,6 +356,7 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             context_tokens_max=self.max_model_len,
+            draft_tokens=0 if drafts is None else drafts.token_count,
             enforce_eager=self.enforce_eager,
             mixed_graphs=self.mixed_graphs,
             max_lora_graph_rank=self.max_lora_graph_rank if self.accepts_adapters else 0,
