@@ -8,8 +8,13 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.turn.chat_turn import TurnRequest
+from trioserve.contracts.deadlines import NO_DEADLINES
 from trioserve.contracts.retention import RETENTION_IDLE_SECONDS_MAX
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+from .conftest import MemoryExchange
 
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
@@ -214,6 +219,21 @@ async def test_deleting_a_session_aborts_its_running_turn() -> None:
         await wait_all_tasks_blocked()
         assert server.engine.stats().blocks_used == 0
         assert b"the session of this request was ended" in bodies[0]
+        await server.assert_all_free()
+
+
+async def test_requests_of_a_connection_are_turns_of_its_session() -> None:
+    async with open_memory_server(**OPTIONS) as server:
+        context = server.app.new_context(MemoryExchange("GET", RESPONSES, b"", [("x-session-id", "other")]))
+        body = TurnRequest(messages=HI, sampling=SamplingParams(), retention_seconds=900)
+        with context.connection_session() as session:
+            for _ in range(2):
+                async with context.generate("Hi", SamplingParams(max_tokens=1), body, NO_DEADLINES) as stream:
+                    assert [delta.finish_reason async for delta in stream]
+            assert (session.turn_count, session.retention.idle_seconds) == (2, 900)
+            assert (session.idle_seconds, names(server)) == (None, [session.name])
+        assert session.is_ended
+        assert names(server) == []
         await server.assert_all_free()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.deadlines import Deadlines
-from trioserve.contracts.errors import AlreadyEnded, DeadlinePassed, InvalidRequest, Overloaded, RequestAborted
+from trioserve.contracts.errors import (
+    AlreadyEnded,
+    DeadlinePassed,
+    InvalidRequest,
+    Overloaded,
+    RequestAborted,
+    UnknownModel,
+)
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.retention import Retention
@@ -352,6 +360,46 @@ async def test_sessions_are_opened_in_the_core_of_a_reopened_engine() -> None:
         await read(session.generate("two"))
         assert text_of(session.token_ids) == "one!two!"
         assert engine.stats().sessions_waiting == 1
+
+
+async def test_sessions_that_leave_at_random_moments_leave_nothing(autojump_clock: trio.testing.MockClock) -> None:
+    random = Random(27)
+    async with open_fake_engine(
+        response="An answer.",
+        step_seconds=0.01,
+        max_num_seqs=8,
+        block_count=400,
+        max_num_batched_tokens=64,
+        max_queued_requests=500,
+    ) as engine:
+
+        async def agent(number: int) -> None:
+            await trio.sleep(random.expovariate(2))
+            with trio.move_on_after(random.expovariate(1)):
+                async with engine.session(tenant=f"{number % 7}") as session:
+                    while True:
+                        await session.respond("word " * random.randrange(20), SamplingParams(max_tokens=20))
+                        session.expect_turn(0.2)
+                        await trio.sleep(random.expovariate(5))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(40):
+                nursery.start_soon(agent, number)
+        await engine.wait_all_free()
+        stats = engine.stats()
+        assert (len(engine.sessions), stats.sessions_active, stats.sessions_waiting) == (0, 0, 0)
+        assert (stats.blocks_used, stats.blocks_retained) == (0, 0)
+        assert turns_counted(engine, "appended") > 20
+        engine.assert_all_free()
+
+
+async def test_refused_turn_is_no_turn_in_flight() -> None:
+    async with open_fake_engine() as engine, engine.session(adapter="missing") as session:
+        with pytest.raises(UnknownModel):
+            await session.respond("one")
+        live = engine.sessions.find(session.id)
+        assert live is not None
+        assert live.turns == []
 
 
 # --- sessions by name ---

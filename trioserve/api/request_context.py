@@ -178,9 +178,10 @@ class RequestContext(EngineContext):
         )
         tenant = self.named_tenant
         self.caller.check_priority(body.priority)
-        session = self.session or session_name(
-            self.exchange.headers, body, identity=self.caller.tenant(tenant), owner=self.owner
-        )
+        identity = self.caller.tenant(tenant)
+        named = session_name(self.exchange.headers, body, identity=identity, owner=self.owner)
+        if self.session is not None and named is not None and named.retention is not None:
+            self.session.retain(named.retention)
         stream = self.engine.generate(
             prompt,
             sampling,
@@ -197,7 +198,7 @@ class RequestContext(EngineContext):
             resumable=resumable,
             keep_logprobs=keep_logprobs,
             adapter=self.adapter,
-            session=session,
+            session=self.session or named,
             part_of=self.span,
         )
         self.streams.append(stream)

@@ -100,6 +100,14 @@ class LiveSession:
         """True if no turn is in flight, and no scope owns the session."""
         return self.idle_seconds is not None and not self.turns
 
+    def retain(self, retention: Retention) -> None:
+        """Change how the prefix cache keeps the session's blocks. No effect if the session has ended.
+
+        Args:
+            retention: the new preference.
+        """
+        self._table.retain(self, retention)
+
     def end(self, reason: SessionEnd = SessionEnd.LEFT) -> None:
         """Abort the turns in flight, and end the session. Never waits. No effect if the session has ended.
 
@@ -217,15 +225,27 @@ class SessionTable:
         """
         found = self._sessions.get(session_id(name.identity, name.name))
         if found is not None:
-            if name.retention is not None and name.retention != found.retention:
-                found.retention = name.retention
-                found.idle_seconds = found.idle_seconds and self._idle_seconds(name.retention)
-                self._core.open_session(found.id, found.retention, trio.current_time())
+            if name.retention is not None:
+                self.retain(found, name.retention)
             return found
         if not self._make_room(name.identity):
             self._metrics.sessions_refused_total.inc()
             return None
         return self._add(LiveSession(self, name, self._idle_seconds(name.retention)))
+
+    def retain(self, session: LiveSession, retention: Retention) -> None:
+        """See `LiveSession.retain`.
+
+        Args:
+            session: the session.
+            retention: the new preference.
+        """
+        if session.is_ended or session.retention == retention:
+            return
+        session.retention = retention
+        if session.idle_seconds is not None:
+            session.idle_seconds = self._idle_seconds(retention)
+        self._core.open_session(session.id, retention, trio.current_time())
 
     def _idle_seconds(self, retention: Retention | None) -> float:
         """Return after how many idle seconds a session ends: not before its retention, if its caller chose one."""
