@@ -154,9 +154,16 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         """
         return self._serve(self.new_context(exchange))
 
-    async def _serve(self, context: ContextType, *, is_own: bool = False) -> None:
-        """Answer a request. If is_own is True, the server itself sent the request, and the context already has the
-        caller.
+    async def _serve(
+        self, context: ContextType, *, is_own: bool = False, begin: Handler[ContextType] | None = None
+    ) -> None:
+        """Answer a request.
+
+        Args:
+            context: the request.
+            is_own: True: the server itself sent the request, and the context already has the caller.
+            begin: answers a request whose caller was authorized before, in place of the route's handler. The request is
+                a message on an open connection.
         """
         exchange = context.exchange
         route = self.table.find(exchange.path)
@@ -168,7 +175,9 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         heartbeat = context.begin_heartbeat()
         try:
             may_send_early = route is not None and not is_own and self._keys.rules.keep_alive_json
-            if may_send_early and route is not None and _is_sent_early(exchange, route):
+            if begin is not None:
+                await self.handle(context, begin)
+            elif may_send_early and route is not None and _is_sent_early(exchange, route):
                 await self._respond_with_white_space(context, route)
             else:
                 await self.handle(context, partial(self._authorized, route=route, is_own=is_own))
@@ -177,7 +186,8 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             if heartbeat is not None:
                 heartbeat.end()
             seconds = trio.current_time() - began_at
-            is_left_out = is_own or _is_polled(route)
+            # A websocket lasts as long as its client likes. Its messages are counted as requests.
+            is_left_out = is_own or exchange.is_websocket or _is_polled(route)
             self._counts.end(_name(route), exchange.method, context.status, seconds, is_left_out=is_left_out)
             level = self._line_level(route, context.status)
             if logger.isEnabledFor(level):

@@ -208,6 +208,15 @@ TABLE: dict[str | None, ErrorKind] = {
     "previous_response_not_found": ErrorKind(
         404, _CALLER, "`previous_response_id` is not stored, or was deleted", "send its items in `input`"
     ),
+    "invalid_stream_id": ErrorKind(
+        400, _CALLER, "on a websocket: `stream_id` is no name of a lane", "use letters, digits and `_-.`"
+    ),
+    "websocket_stream_limit_reached": ErrorKind(
+        400, _CALLER, "on a websocket: the connection has too many lanes", "use another connection"
+    ),
+    "websocket_connection_limit_reached": ErrorKind(
+        400, _CALLER, "on a websocket: the connection has reached its highest age", "open a new connection"
+    ),
     "item_not_found": ErrorKind(404, _CALLER, "an item that `input` refers to is not stored", "send the item itself"),
     "stream_not_found": ErrorKind(
         404, _CALLER, "the server keeps no stream of yours with this name", "repeat the request"

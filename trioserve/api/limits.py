@@ -1,10 +1,10 @@
-"""Limits for work that outlives its request: detached streams, background responses and batches."""
+"""Limits for work that outlives its request: detached streams, background responses, connections and batches."""
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ROUTER_GRACE", "BackgroundSettings", "BatchSettings", "DetachSettings"]
+__all__ = ["ROUTER_GRACE", "BackgroundSettings", "BatchSettings", "ConnectionSettings", "DetachSettings"]
 
 
 class DetachSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +48,33 @@ class BackgroundSettings(msgspec.Struct, frozen=True, kw_only=True):
     seconds_max: float = 3600.0
     # The default is enough for about 40,000 tokens. The store bounds the sum of all responses.
     events_bytes_max: int = 8 * 2**20
+
+
+class ConnectionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits for websocket connections of the Responses API.
+
+    Attributes:
+        seconds_max: Age of a connection. It bounds how long the connection keeps responses, and lets a load balancer
+            move clients to other servers.
+        running_max: Responses of one connection that run at a time. Further ones wait.
+        lanes_max: Names of lanes (`stream_id`) on one connection.
+        waiting_max: Responses of one connection that wait for their lane. Further ones are refused.
+        waiting_bytes_max: Size of their messages.
+        steers_max: Inputs (`response.steer`) of one connection that wait for a response.
+        kept_max: Responses that one connection keeps in memory, so that its client continues them without the store.
+        kept_bytes_max: Their size. A request may continue at most this size of earlier responses.
+        all_kept_bytes_max: Size of the responses that all connections keep.
+    """
+
+    seconds_max: float = 3600.0  # OpenAI's API has this limit and the next two.
+    running_max: int = 16
+    lanes_max: int = 32
+    waiting_max: int = 64  # Each lane may run one response and have another one wait.
+    waiting_bytes_max: int = 16 * 2**20
+    steers_max: int = 32  # Users type them. Each lane may have one.
+    kept_max: int = 128  # The default is enough for four responses in each lane.
+    kept_bytes_max: int = 16 * 2**20
+    all_kept_bytes_max: int = 256 * 2**20  # The default is that of the store.
 
 
 class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ STATUSES = {
     409: "The state of the request or response does not allow this.",
     413: "The body is too large.",
     415: "The compression of the body is not supported; Accept-Encoding lists those that are.",
+    426: "The path takes only websockets.",
     429: "A limit was reached: X-Trioserve-Reason names it, and Retry-After says when to try again.",
     500: "The server failed on this request.",
     503: "The server is shutting down, or the request was aborted; another server may accept it.",
@@ -161,6 +162,8 @@ def _responses(described: Operation[Any]) -> dict[str, Any]:
     responses: dict[str, Any] = {
         "200": {"description": "The request succeeded.", "headers": _RESPONSE_HEADERS, "content": content}
     }
+    if described.is_websocket:
+        responses = {"101": {"description": "The websocket is open."}}
     for status in sorted({*described.errors, *([401] if described.needs_key else [])}):
         responses[str(status)] = {
             "description": STATUSES[status],

@@ -19,7 +19,13 @@ from trioserve.api.embeddings import embeddings, scoring
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files import files
 from trioserve.api.generation import usage_of
-from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, DetachSettings
+from trioserve.api.limits import (
+    ROUTER_GRACE,
+    BackgroundSettings,
+    BatchSettings,
+    ConnectionSettings,
+    DetachSettings,
+)
 from trioserve.api.ollama import generation as ollama_generation
 from trioserve.api.ollama import models as ollama_models
 from trioserve.api.openai import chat, completions, models, tokenize
@@ -34,6 +40,7 @@ from trioserve.api.request_context import RequestServices
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.responses import descriptions as responses
 from trioserve.api.responses.background import BackgroundResponses
+from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.route_table import Handler, Operation, RouteTable
 from trioserve.api.server_context import ServerContext, ServerServices
 from trioserve.api.sse import encode
@@ -140,6 +147,7 @@ class App(BaseApp[ServerContext]):
         clock_and_ids: the time of day, and new ids.
         store: keeps responses, files and batches. None: nothing is kept, and nothing runs in the background.
         background: bounds of background responses, which run inside `async with app.running()`.
+        connections: bounds of websocket connections of the Responses API.
         batches: bounds of batches, which run inside `async with app.running()`.
         detaching: whether a stream may continue without its client, and for how long.
         router_grace: whether a stream may continue without its router, and for how long.
@@ -160,6 +168,7 @@ class App(BaseApp[ServerContext]):
         clock_and_ids: ClockAndIds | None = None,
         store: Store | None = None,
         background: BackgroundSettings | None = None,
+        connections: ConnectionSettings | None = None,
         batches: BatchSettings | None = None,
         detaching: DetachSettings | None = None,
         router_grace: DetachSettings | None = None,
@@ -183,6 +192,7 @@ class App(BaseApp[ServerContext]):
         rules = self._keys.rules
         self.responses = ResponseBudget(rules.responses_bytes_max)
         self.background = BackgroundResponses(store, background or BackgroundSettings())
+        self.connections = ResponseConnections(connections or ConnectionSettings(), self._serve_turn)
         self.batches = Batches(
             store,
             batches or BatchSettings(),
@@ -207,6 +217,7 @@ class App(BaseApp[ServerContext]):
         )
         self.server = ServerServices(
             background=self.background,
+            connections=self.connections,
             batches=self.batches,
             batch_endpoints=tuple(path for path in batch_handlers.BATCH_ENDPOINTS if path in self.table.routes),
             detached=self.detached,
@@ -214,7 +225,7 @@ class App(BaseApp[ServerContext]):
             uploads=FairSlots(UPLOADS_MAX, what="uploads"),
             page=self.page,
         )
-        show_stored(engine.metrics, store, self.background, self.detached, self.router_streams)
+        show_stored(engine.metrics, store, self.background, self.connections.memory, self.detached, self.router_streams)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -289,6 +300,12 @@ class App(BaseApp[ServerContext]):
 
     def new_context(self, exchange: Exchange) -> ServerContext:
         return ServerContext(exchange, self._services, self.server)
+
+    async def _serve_turn(self, exchange: Exchange, caller: Caller, handler: Handler[ServerContext]) -> None:
+        """Serve one response on a connection of the caller."""
+        context = self.new_context(exchange)
+        context.caller = caller
+        await self._serve(context, begin=handler)
 
     async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:
         """Serve a request that the server makes in a caller's name. The request has the lowest priority."""

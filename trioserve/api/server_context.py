@@ -8,6 +8,7 @@ from trioserve.api.batches.batches import Batches
 from trioserve.api.page.page import Page
 from trioserve.api.request_context import RequestContext, RequestServices
 from trioserve.api.responses.background import BackgroundResponses
+from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams
 from trioserve.http.exchange import Exchange
 from trioserve.trio_tools.fair_slots import FairSlots
@@ -21,6 +22,7 @@ class ServerServices:
 
     Attributes:
         background: responses that run without a client.
+        connections: websocket connections of the Responses API.
         batches: batches that have not ended.
         batch_endpoints: paths that a batch may use.
         detached: streams that clients may leave and resume.
@@ -30,6 +32,7 @@ class ServerServices:
     """
 
     background: BackgroundResponses
+    connections: ResponseConnections
     batches: Batches
     batch_endpoints: tuple[str, ...]
     detached: DetachedStreams

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trioserve.api.responses.background import BackgroundResponses
+    from trioserve.api.responses.kept_responses import KeptMemory
     from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams
     from trioserve.metrics.registry import Metrics
     from trioserve.store.store import Store
@@ -17,6 +18,7 @@ def show_stored(
     metrics: Metrics,
     store: Store | None,
     background: BackgroundResponses,
+    kept: KeptMemory,
     detached: DetachedStreams,
     router_streams: RouterStreams,
 ) -> None:
@@ -26,6 +28,7 @@ def show_stored(
         metrics: metrics of the server.
         store: store of the server. None: no store.
         background: background responses.
+        kept: responses that connections keep in memory.
         detached: streams that continue without their clients.
         router_streams: streams that continue without their routers.
     """
@@ -55,6 +58,7 @@ def show_stored(
             }
         )
         metrics.background_responses.set(background.live_count)
+        metrics.connection_bytes_held.set(kept.byte_count)
         metrics.detached_streams.set(detached.detached_count)
         metrics.detached_bytes_held.set(detached.kept_bytes)
         if store is None:

@@ -45,6 +45,7 @@ def engine_app(
         tenant_header=config.tenant_header,
         store=store,
         background=config.background_settings(),
+        connections=config.connection_settings(),
         batches=config.batch_settings(),
         detaching=config.detach_settings(),
         router_grace=config.router_grace_settings(),

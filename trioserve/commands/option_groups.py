@@ -55,6 +55,7 @@ GROUPS = {
     "faults": _words("step_timeout engine_restarts seed"),
     "what outlives a request": _words(
         "data_dir store_max_bytes store_max_objects store_ttl max_background_responses background_timeout max_batches "
+        "responses_connection_timeout responses_connection_max_bytes "
         "batch_concurrency detach_timeout_max max_detached_streams router_grace max_router_streams "
         "session_idle_seconds"
     ),

@@ -322,6 +322,14 @@ class ServerMetrics:
     background_responses: Annotated[
         Gauge, Metric(Question.STORED, "responses", "Background responses that are running.")
     ]
+    connection_bytes_held: Annotated[
+        Gauge,
+        Metric(
+            Question.STORED,
+            "bytes",
+            "Bytes of responses that websocket connections keep for their clients.",
+        ),
+    ]
     detached_streams: Annotated[Gauge, Metric(Question.STORED, "streams", "Streams that run without a reader.")]
     detached_bytes_held: Annotated[
         Gauge, Metric(Question.STORED, "bytes", "Bytes of events kept for streams that may be detached.")

@@ -1,11 +1,19 @@
-"""Options of objects that outlive a request: stored responses, background responses, batches and detached streams."""
+"""Options of objects that outlive a request: stored responses, background responses, connections,
+batches and detached streams.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, DetachSettings
+from trioserve.api.limits import (
+    ROUTER_GRACE,
+    BackgroundSettings,
+    BatchSettings,
+    ConnectionSettings,
+    DetachSettings,
+)
 from trioserve.options.option import about
 from trioserve.store.settings import StoreSettings
 
@@ -34,6 +42,13 @@ class StorageOptions:
     background_timeout: Annotated[float, about(
         "longest time of a background response in seconds",
         "SECONDS", gt=0, le=86400)] = BackgroundSettings().seconds_max
+    responses_connection_timeout: Annotated[float, about(
+        "highest age of a websocket connection of the Responses API in seconds; clients then open a new one",
+        "SECONDS", gt=0, le=86400)] = ConnectionSettings().seconds_max
+    responses_connection_max_bytes: Annotated[int, about(
+        "highest size of the responses that all such connections keep in memory, at most 16 MiB of them for one "
+        "connection; above it, the largest connection loses its oldest responses",
+        "BYTES", ge=0)] = ConnectionSettings().all_kept_bytes_max
     max_batches: Annotated[int, about(
         "unfinished batches at a time, at most a quarter of them of one caller; further ones are refused with 429",
         "N", ge=0)] = BatchSettings().batches_max
@@ -66,6 +81,12 @@ class StorageOptions:
         count = self.max_background_responses
         return BackgroundSettings(
             responses_max=count, responses_of_one_max=(count + 1) // 2, seconds_max=self.background_timeout
+        )
+
+    def connection_settings(self) -> ConnectionSettings:
+        """Return the limits of websocket connections of the Responses API."""
+        return ConnectionSettings(
+            seconds_max=self.responses_connection_timeout, all_kept_bytes_max=self.responses_connection_max_bytes
         )
 
     def batch_settings(self) -> BatchSettings:

@@ -13,7 +13,7 @@ from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules
 from trioserve.api.images.image_context import EditSlots, UnsentImages
 from trioserve.api.images.image_routes import ImageApp
-from trioserve.api.limits import BackgroundSettings, BatchSettings, DetachSettings
+from trioserve.api.limits import BackgroundSettings, BatchSettings, ConnectionSettings, DetachSettings
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.routes import App
 from trioserve.contracts.image_generation import ImageRequestLimits
@@ -166,6 +166,7 @@ async def open_memory_server(
     access: AccessRules | None = None,
     page: PageSettings | None = None,
     background: BackgroundSettings | None = None,
+    connections: ConnectionSettings | None = None,
     batches: BatchSettings | None = None,
     detaching: DetachSettings | None = None,
     router_grace: DetachSettings | None = None,
@@ -178,8 +179,8 @@ async def open_memory_server(
     """Open a server in memory with an engine without weights.
 
     Args:
-        limits, api_keys, admin_api_key, access, page, background, batches, detaching, router_grace: as the server's
-        flags. None: the defaults, except that the status page keeps no history.
+        limits, api_keys, admin_api_key, access, page, background, connections, batches, detaching, router_grace: as the
+        server's flags. None: the defaults, except that the status page keeps no history.
         store_settings: limits of the store. Its times to live use the clock of the Trio program.
         store_directory: existing folder for the store. None: the store is in memory.
         tracer: receives the spans of requests.
@@ -196,6 +197,7 @@ async def open_memory_server(
                 page=page or PageSettings(history_seconds=0, pauses_per_cost=0),
                 store=store,
                 background=background,
+                connections=connections,
                 batches=batches,
                 detaching=detaching,
                 router_grace=router_grace,

@@ -18,6 +18,7 @@ from trioserve.api.responses.handlers import (
     delete_response,
     list_input_items,
     read_response,
+    serve_connection,
 )
 from trioserve.api.responses.request_types import RESPONSES_REFUSED, InputTokensBody, ResponsesBody
 from trioserve.api.route_table import GENERATES, READS_BODY, Forwarding, Operation
@@ -178,11 +179,11 @@ class IncompleteDetails(Described):
     """Reason why a response is incomplete.
 
     Attributes:
-        reason: The token limit, or an abort or deadline.
+        reason: The token limit, an abort or deadline, or new input of the user.
         stop_reason: For a partial result (`return_partial`): why the response was stopped. Null after an abort by id.
     """
 
-    reason: Literal["max_output_tokens", "abort"]
+    reason: Literal["max_output_tokens", "abort", "steered"]
     stop_reason: str | UnsetType | None = UNSET
 
 
@@ -310,6 +311,16 @@ OPERATIONS: tuple[Operation[ServerContext], ...] = (
         named_events=(ResponseEvent,),
         errors=(*GENERATES, 507),
         takes_deadlines=True,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses",
+        handler=serve_connection,
+        summary="Open a websocket on which a client creates responses",
+        description="Each message of the client is JSON of the type response.create, response.cancel or "
+        "response.steer. Each message of the server is an event of a response, or an error.",
+        errors=(400, 426, 429, 503),
+        is_websocket=True,
     ),
     Operation(
         method="POST",

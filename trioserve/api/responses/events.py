@@ -18,6 +18,7 @@ import msgspec
 from trioserve.api.generation import PARTIAL_FINISH, Usage
 from trioserve.api.openai.response_types import ChatToken
 from trioserve.api.responses.response_object import Item, ResponseHead, item_id, response_error, usage_object
+from trioserve.api.responses.steering import STEERED
 from trioserve.api.responses.tools import CallKind
 from trioserve.api.sse import one_line_json
 from trioserve.api.streams.cursors import ResumeBody
@@ -36,6 +37,7 @@ from trioserve.text.response_parts import (
 __all__ = ["Event", "ResponseEvents", "event_bytes"]
 
 Event = dict[str, Any]
+CALL_TYPES = frozenset(kind.value for kind in CallKind)
 Logprobs = Callable[[Delta], list[ChatToken]]
 
 
@@ -81,6 +83,11 @@ class ResponseEvents:
         if self._text is not None:
             self._text.fill("in_progress")
         return [dict(item) for item in self._items if item is not None]
+
+    @property
+    def has_calls(self) -> bool:
+        """True if the response has begun a tool call."""
+        return bool(self._calls) or any(item is not None and item["type"] in CALL_TYPES for item in self._items)
 
     @property
     def next_number(self) -> int:
@@ -155,8 +162,9 @@ class ResponseEvents:
             usage: Token counts.
             now: Unix time in seconds.
         """
-        is_cut = finish_reason == "length"
-        if not self._items and not self._calls:
+        generates = self.head.body.generates
+        is_cut = generates and finish_reason == "length"
+        if generates and not self._items and not self._calls:
             # If the output has only white space, it becomes one message, which may be empty.
             events = self._open_message()
         else:
@@ -214,10 +222,33 @@ class ResponseEvents:
             resume: State to resume the response.
             usage: Token counts.
         """
+        details = {"reason": PARTIAL_FINISH, "stop_reason": stop_reason}
+        return self._end_early(details, usage, _resume_field(resume))
+
+    def end_steered(self, *, usage: Usage) -> tuple[list[Event], dict[str, Any]]:
+        """Return the last events and the response that was cut, because its user has sent new input.
+
+        Args:
+            usage: Token counts.
+        """
+        return self._end_early({"reason": STEERED}, usage, {})
+
+    def _end_early(
+        self, details: dict[str, Any], usage: Usage, fields: dict[str, Any]
+    ) -> tuple[list[Event], dict[str, Any]]:
         events = self._close_text("incomplete")
-        response = self._break_off("incomplete", usage, None) | _resume_field(resume)
-        response["incomplete_details"] = {"reason": PARTIAL_FINISH, "stop_reason": stop_reason}
+        response = self._break_off("incomplete", usage, None) | fields
+        response["incomplete_details"] = details
         return [*events, self._event("response.incomplete", response=response)], response
+
+    def steer_event(self, kind: str, fields: Event) -> Event:
+        """Return an event about input for a successor of this response.
+
+        Args:
+            kind: Last part of the event's type.
+            fields: Fields of the event.
+        """
+        return self._event(f"response.steer.{kind}", **fields)
 
     # --- content and reasoning ---
 

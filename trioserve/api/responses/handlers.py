@@ -14,14 +14,14 @@ from trioserve.api.responses.plan import plan_prompt, plan_response
 from trioserve.api.responses.request_types import InputTokensBody, ResponsesBody
 from trioserve.api.responses.response_object import FINAL, failed_object, item_id, item_place, response_id
 from trioserve.api.responses.response_run import ResponseRun
-from trioserve.api.responses.stored_responses import KIND, StoredResponse, not_found, read_stored, stored_bytes
+from trioserve.api.responses.stored_responses import KIND, StoredResponse, not_found, read_stored
 from trioserve.api.streams.event_log import split_events
 from trioserve.api.streams.resumption import Resumption
 from trioserve.api.surface import OpenAISurface
 from trioserve.api.whole_response import LargeJson
-from trioserve.contracts.errors import DiskFull, InvalidRequest, StoreFault
+from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
-from trioserve.store.stored_objects import Change, DeleteObject, PutObject, StoredObject
+from trioserve.store.stored_objects import DeleteObject, StoredObject
 
 if TYPE_CHECKING:
     from trioserve.api.server_context import ServerContext
@@ -33,6 +33,7 @@ __all__ = [
     "delete_response",
     "list_input_items",
     "read_response",
+    "serve_connection",
 ]
 
 NUMBER_DIGITS_MAX = 9
@@ -93,20 +94,7 @@ async def create_response(context: ServerContext) -> None:
             await run.read(None)
     # The code above has left the turn's scope, so that a slow store or client does not hold blocks of the engine.
     last, response = run.complete()
-    if planned.head.stores:
-        assert context.services.store is not None
-        kept = PutObject(kind=KIND, id=planned.head.id, owner=context.owner, body=stored_bytes(run.stored(response)))
-        changes: tuple[Change, ...] = (kept,)
-        if body.resume is not None and await context.services.store.get(KIND, kept.id, owner=context.owner) is not None:
-            changes = (
-                DeleteObject(kind=KIND, id=kept.id),
-                kept,
-            )  # An earlier run was stored, but its client lost the connection. This response replaces that run.
-        try:
-            await context.services.store.settle(*changes)
-        except (DiskFull, StoreFault):
-            # The store's disk and memory are full. The client still gets the response.
-            response["store"] = False  # The last event contains this object, so the event changes too.
+    await run.store(context, response)
     if body.stream:
         end = b"".join(map(event_bytes, last))
         await context.finish(end if ids is None else ids.last(end))
@@ -153,6 +141,15 @@ def _number(state: str) -> int:
             f"resume.state is {state[:80]!r}, allowed is the state from the last event id", param="resume.state"
         )
     return int(state)
+
+
+async def serve_connection(context: ServerContext) -> None:
+    """Serve a websocket connection, on which a client creates any number of responses.
+
+    Args:
+        context: The request that opens the websocket.
+    """
+    await context.server.connections.serve(context)
 
 
 async def count_input_tokens(context: ServerContext) -> None:

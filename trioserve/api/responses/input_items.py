@@ -15,7 +15,7 @@ from trioserve.api.turn.messages import image_part, joined_content
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.chat_messages import check_shape
 
-__all__ = ["ITEMS_MAX", "checked_items", "messages_of"]
+__all__ = ["CALL_OUTPUTS", "ITEMS_MAX", "checked_items", "messages_of"]
 
 # The number of items in one body is limited, because each item becomes a message or a part of a message.
 ITEMS_MAX = 10_000

@@ -8,9 +8,10 @@ import msgspec
 
 from trioserve.api.openai.request_types import deadlines_of
 from trioserve.api.responses.input_items import checked_items, messages_of
+from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.request_types import InputTokensBody, PromptBody, ResponsesBody, TextFormat
 from trioserve.api.responses.response_object import Item, ResponseHead, with_ids
-from trioserve.api.responses.stored_responses import Loaded, items_before, resolve_references
+from trioserve.api.responses.stored_responses import EarlierResponses
 from trioserve.api.responses.tools import Tools, parse_tools
 from trioserve.api.session_fields import retention_seconds
 from trioserve.api.turn.chat_turn import Reasoning, TurnRequest
@@ -34,20 +35,25 @@ class PlannedResponse(msgspec.Struct, frozen=True, kw_only=True):
         head: The unchanging properties of the response.
         turn: The request for the engine.
         input: The body's own input items with ids, as they are stored and listed.
+        earlier: The items of all earlier responses that this response continues.
     """
 
     head: ResponseHead
     turn: TurnRequest
     input: list[Item]
+    earlier: list[Item]
 
 
-async def plan_response(context: RequestContext, body: ResponsesBody, response: str) -> PlannedResponse:
+async def plan_response(
+    context: RequestContext, body: ResponsesBody, response: str, *, kept: KeptResponses | None = None
+) -> PlannedResponse:
     """Check a request and plan its response.
 
     Args:
         context: The request.
         body: The body.
         response: Id for the response.
+        kept: Responses that the caller's connection keeps. None: the request has no connection of its own.
 
     Raises:
         InvalidRequest: The body is invalid.
@@ -57,7 +63,7 @@ async def plan_response(context: RequestContext, body: ResponsesBody, response: 
     model = context.model_name(body.model)
     body.check()
     sampling = body.sampling(context.engine.default_sampling)
-    own, tools, turn = await _plan(context, body, sampling)
+    earlier, own, tools, turn = await _plan(context, body, sampling, kept)
     turn = msgspec.structs.replace(
         turn,
         structured=structured_output(body.text.format if body.text is not None else None),
@@ -68,6 +74,10 @@ async def plan_response(context: RequestContext, body: ResponsesBody, response: 
         deadlines=deadlines_of(body, context.exchange.headers),
         reasoning=msgspec.structs.replace(turn.reasoning, budget_tokens=body.thinking_token_budget),
     )
+    if not body.generates:
+        # The next prompt repeats this one up to its last message, without the beginning of a response.
+        sampling = msgspec.structs.replace(sampling, max_tokens=0, min_tokens=0, clamp_max_tokens=False)
+        turn = msgspec.structs.replace(turn, sampling=sampling, add_generation_prompt=False)
     head = ResponseHead(
         id=response,
         created_at=_created_at(context, body),
@@ -77,7 +87,7 @@ async def plan_response(context: RequestContext, body: ResponsesBody, response: 
         sampling=sampling,
         stores=body.stores and context.services.store is not None,
     )
-    return PlannedResponse(head=head, turn=turn, input=with_ids(own, response))
+    return PlannedResponse(head=head, turn=turn, input=with_ids(own, response), earlier=earlier)
 
 
 def _created_at(context: RequestContext, body: ResponsesBody) -> int:
@@ -98,21 +108,22 @@ async def plan_prompt(context: RequestContext, body: InputTokensBody) -> TurnReq
     """
     context.model_name(body.model)
     body.check()
-    return (await _plan(context, body, context.engine.default_sampling))[2]
+    return (await _plan(context, body, context.engine.default_sampling))[3]
 
 
 async def _plan(
-    context: RequestContext, body: PromptBody, sampling: SamplingParams
-) -> tuple[list[Item], Tools, TurnRequest]:
-    loaded = Loaded()
+    context: RequestContext, body: PromptBody, sampling: SamplingParams, kept: KeptResponses | None = None
+) -> tuple[list[Item], list[Item], Tools, TurnRequest]:
+    """Return the items of earlier responses, the body's own items, its tools, and the turn."""
+    responses = EarlierResponses(context.services.store, context.owner, kept)
     tools = parse_tools(body.tools, body.tool_choice)
     check_shape(body.chat_template_kwargs, "chat_template_kwargs")
     own = checked_items(body.input)
-    before: list[Item] = []
+    earlier: list[Item] = []
     if body.previous_response_id is not None:
-        before = await items_before(context.services.store, context.owner, body.previous_response_id, loaded)
-    own = await resolve_references(context.services.store, context.owner, own, loaded)
-    messages = messages_of([*before, *own], body.instructions)
+        earlier = await responses.items_before(body.previous_response_id)
+    own = await responses.resolved(own)
+    messages = messages_of([*earlier, *own], body.instructions)
     if not messages:
         raise InvalidRequest("there is no input: send a text, or at least one item", param="input")
     turn = TurnRequest(
@@ -124,7 +135,7 @@ async def _plan(
         reasoning=Reasoning(effort=None if body.reasoning is None else body.reasoning.effort),
         template_arguments=body.chat_template_kwargs or {},
     )
-    return own, tools, turn
+    return earlier, own, tools, turn
 
 
 def structured_output(text_format: TextFormat | None) -> StructuredOutput | None:

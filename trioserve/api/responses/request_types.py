@@ -19,7 +19,15 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
 
-__all__ = ["RESPONSES_REFUSED", "InputTokensBody", "ReasoningOptions", "ResponsesBody", "TextFormat", "TextOptions"]
+__all__ = [
+    "RESPONSES_REFUSED",
+    "CreateEvent",
+    "InputTokensBody",
+    "ReasoningOptions",
+    "ResponsesBody",
+    "TextFormat",
+    "TextOptions",
+]
 
 # OpenAI's API has the next three limits.
 METADATA_PAIRS_MAX = 16
@@ -158,6 +166,11 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
         return self.store is not False
 
     @property
+    def generates(self) -> bool:
+        """True unless the response only prepares the prompt, for a later response."""
+        return True
+
+    @property
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
@@ -240,6 +253,44 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
         if self.wants_logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         return msgspec.structs.replace(defaults, **fields)
+
+
+class CreateEvent(ResponsesBody, frozen=True, kw_only=True):
+    """A message that creates a response on a websocket: the fields of a body, and those of the message.
+
+    Attributes:
+        type: Kind of the message.
+        stream_id: Lane of the response. It was checked before.
+        generate: False: compute the prompt, and generate nothing.
+    """
+
+    type: Literal["response.create"]
+    stream_id: str | None = None
+    generate: bool | None = None
+
+    @property
+    def generates(self) -> bool:
+        return self.generate is not False
+
+    def check(self) -> None:
+        """Check rules that the types of the fields cannot express.
+
+        Raises:
+            InvalidRequest: A rule is broken.
+        """
+        ResponsesBody.check(self)
+        if self.background:
+            raise InvalidRequest(
+                "background is true, but a response on a websocket ends with its connection: leave background out, or "
+                "send POST /v1/responses",
+                param="background",
+            )
+        if self.resume is not None:
+            raise InvalidRequest(
+                "resume is set, but a response on a websocket begins anew: leave resume out, or send POST "
+                "/v1/responses",
+                param="resume",
+            )
 
 
 SAMPLING_FIELDS = tuple(

@@ -16,11 +16,13 @@ from trioserve.api.openai.logprobs import chat_tokens
 from trioserve.api.openai.response_types import ChatToken
 from trioserve.api.responses.events import Event, ResponseEvents
 from trioserve.api.responses.plan import PlannedResponse
-from trioserve.api.responses.stored_responses import StoredResponse
+from trioserve.api.responses.stored_responses import KIND, StoredResponse, stored_bytes
 from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.streams.resumption import Resumption
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
+from trioserve.contracts.errors import DiskFull, StoreFault
 from trioserve.contracts.output import Delta
+from trioserve.store.stored_objects import Change, DeleteObject, PutObject
 from trioserve.text.response_parts import ResponsePart
 
 if TYPE_CHECKING:
@@ -133,12 +135,38 @@ class ResponseRun:
         """Return the last events and the response after its client has cancelled it."""
         return self.events.cancel(self._resume_state(), usage=self._end())
 
+    def end_steered(self) -> Ended:
+        """Return the last events and the response that was cut for new input of its user."""
+        return self.events.end_steered(usage=self._end())
+
     def snapshot(self) -> dict[str, Any]:
         """Return the current response object."""
         return self.planned.head.object(self.events.status, output=self.events.output)
 
     def stored(self, response: dict[str, Any]) -> StoredResponse:
         return StoredResponse(response=response, input=self.planned.input)
+
+    async def store(self, context: RequestContext, response: dict[str, Any]) -> None:
+        """Store a complete response if its request asks for that. Call this before its client gets the end.
+
+        Args:
+            context: The request.
+            response: The response object. If disk and memory of the store are full, its field `store` becomes False,
+                and so does that of the last event, which contains this object.
+        """
+        store, head = context.services.store, self.planned.head
+        if not head.stores:
+            return
+        assert store is not None
+        kept = PutObject(kind=KIND, id=head.id, owner=context.owner, body=stored_bytes(self.stored(response)))
+        changes: tuple[Change, ...] = (kept,)
+        if head.body.resume is not None and await store.get(KIND, kept.id, owner=context.owner) is not None:
+            # An earlier run was stored, but its client lost the connection. This response replaces that run.
+            changes = (DeleteObject(kind=KIND, id=kept.id), kept)
+        try:
+            await store.settle(*changes)
+        except (DiskFull, StoreFault):
+            response["store"] = False
 
 
 def _code(error: ErrorResponse) -> str:

@@ -11,22 +11,25 @@ from typing import Any
 import msgspec
 
 from trioserve.api.error_responses import Refusal, refusal
+from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.response_object import Item, item_place
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import Store
 from trioserve.store.stored_objects import StoredObject
 
 __all__ = [
+    "CONTINUABLE",
     "KIND",
+    "EarlierResponses",
     "StoredResponse",
-    "items_before",
     "not_found",
     "read_stored",
-    "resolve_references",
     "stored_bytes",
 ]
 
 KIND = "response"
+CONTINUABLE = frozenset({"completed", "incomplete"})
+"""Statuses of responses that a later response may continue."""
 CHAIN_MAX = 512  # A chain of previous_response_id has at most this number of earlier responses.
 # One request reads at most this number of stored bytes, which is more than fits into any context.
 LOADED_BYTES_MAX = 16 * 2**20
@@ -48,49 +51,6 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         return [*self.input, *self.response["output"]]
 
 
-class Loaded:
-    """The stored responses that were read for one request, by id. Their size is at most LOADED_BYTES_MAX."""
-
-    def __init__(self) -> None:
-        self._responses: dict[str, StoredResponse] = {}
-        self._bytes_left = LOADED_BYTES_MAX
-
-    def get(self, response_id: str) -> StoredResponse | None:
-        return self._responses.get(response_id)
-
-    def add(self, kept: StoredObject, param: str) -> StoredResponse:
-        """Decode a stored response and count its size.
-
-        Args:
-            kept: Object from the store.
-            param: Field that refers to the response, for the error.
-
-        Raises:
-            InvalidRequest: The size limit is exceeded.
-        """
-        self.count(len(kept.body), param)
-        stored = self._responses[kept.id] = read_stored(kept)
-        return stored
-
-    def count(self, byte_count: int, param: str) -> None:
-        """Count bytes.
-
-        Args:
-            byte_count: Number of bytes.
-            param: Field that refers to the bytes, for the error.
-
-        Raises:
-            InvalidRequest: The size limit is exceeded.
-        """
-        self._bytes_left -= byte_count
-        if self._bytes_left < 0:
-            raise InvalidRequest(
-                f"{param} leads to more than {LOADED_BYTES_MAX} bytes of stored responses: leave it out, and send the "
-                "items that matter in input",
-                param=param,
-            )
-
-
 def stored_bytes(stored: StoredResponse) -> bytes:
     return msgspec.json.encode(stored)
 
@@ -107,81 +67,111 @@ def not_found(response_id: str, *, code: str = "response_not_found", param: str 
     )
 
 
-async def items_before(store: Store | None, owner: str | None, previous_id: str, loaded: Loaded) -> list[Item]:
-    """Return the items of a response and of all earlier responses in its chain, oldest first.
+class EarlierResponses:
+    """The earlier responses that one request continues or refers to. Their size is at most LOADED_BYTES_MAX.
 
     Args:
         store: The store. None if the server has none.
         owner: Caller that asks.
-        previous_id: Id of the last response in the chain.
-        loaded: Collects the responses that are read.
-
-    Raises:
-        Refusal: A response of the chain does not exist (404).
-        InvalidRequest: The chain is too long, or one of its responses has failed, was cancelled or still runs.
+        kept: Responses that the caller's connection keeps. They are found before those of the store.
     """
-    chain: list[StoredResponse] = []
-    wanted: str | None = previous_id
-    while wanted is not None:
-        kept = None if store is None else await store.get(KIND, wanted, owner=owner)
-        if kept is None:
-            raise not_found(wanted, code="previous_response_not_found", param="previous_response_id")
-        if len(chain) == CHAIN_MAX:
-            raise InvalidRequest(
-                f"previous_response_id leads to more than {CHAIN_MAX} responses: leave it out, and send the items "
-                "that matter in input",
-                param="previous_response_id",
-            )
-        stored = loaded.add(kept, "previous_response_id")
-        status = stored.response["status"]
-        if status not in ("completed", "incomplete"):
-            raise InvalidRequest(
-                f"the response {wanted} is {status}, but only a completed or incomplete response can be continued",
-                param="previous_response_id",
-            )
-        chain.append(stored)
-        wanted = stored.response["previous_response_id"]
-    return [item for stored in reversed(chain) for item in stored.items]
 
+    def __init__(self, store: Store | None, owner: str | None, kept: KeptResponses | None = None) -> None:
+        self._store = store
+        self._owner = owner
+        self._kept = kept
+        self._loaded: dict[str, StoredResponse] = {}
+        self._bytes_left = LOADED_BYTES_MAX
 
-async def resolve_references(store: Store | None, owner: str | None, items: list[Item], loaded: Loaded) -> list[Item]:
-    """Return the items with each reference replaced by the item that it names.
+    async def items_before(self, previous_id: str) -> list[Item]:
+        """Return the items of a response and of all earlier responses in its chain, oldest first.
 
-    The size of the replaced items is limited: short references could name a long item many times.
+        Args:
+            previous_id: Id of the last response in the chain.
 
-    Args:
-        store: The store. None if the server has none.
-        owner: Caller that asks.
-        items: Checked input items.
-        loaded: Collects the responses that are read.
-
-    Raises:
-        Refusal: A referenced item does not exist (404).
-        InvalidRequest: The size limit is exceeded.
-    """
-    resolved: list[Item] = []
-    for item in items:
-        if item["type"] == "item_reference":
-            item = await _referred(store, owner, item["id"], loaded)
-            loaded.count(len(msgspec.json.encode(item)), "input")
-        resolved.append(item)
-    return resolved
-
-
-async def _referred(store: Store | None, owner: str | None, item_id: str, loaded: Loaded) -> Item:
-    place = item_place(item_id)
-    if place is not None:
-        stored = loaded.get(place.response_id)
-        if stored is None and store is not None:
-            kept = await store.get(KIND, place.response_id, owner=owner)
+        Raises:
+            Refusal: A response of the chain does not exist (404).
+            InvalidRequest: The chain is too long, or one of its responses has failed, was cancelled or still runs.
+        """
+        chain: list[list[Item]] = []
+        wanted: str | None = previous_id
+        while wanted is not None:
+            kept = None if self._kept is None else self._kept.find(wanted)
             if kept is not None:
-                stored = loaded.add(kept, "input")
-        if stored is not None:
-            for item in stored.items:
+                self._count(kept.conversation_bytes, "previous_response_id")
+                chain.append(kept.conversation)
+                break
+            stored = await self._load(wanted, "previous_response_id")
+            if stored is None:
+                raise not_found(wanted, code="previous_response_not_found", param="previous_response_id")
+            if len(chain) == CHAIN_MAX:
+                raise InvalidRequest(
+                    f"previous_response_id leads to more than {CHAIN_MAX} responses: leave it out, and send the items "
+                    "that matter in input",
+                    param="previous_response_id",
+                )
+            status = stored.response["status"]
+            if status not in CONTINUABLE:
+                raise InvalidRequest(
+                    f"the response {wanted} is {status}, but only a completed or incomplete response can be continued",
+                    param="previous_response_id",
+                )
+            chain.append(stored.items)
+            wanted = stored.response["previous_response_id"]
+        return [item for items in reversed(chain) for item in items]
+
+    async def resolved(self, items: list[Item]) -> list[Item]:
+        """Return the items with each reference replaced by the item that it names.
+
+        The size of the replaced items is limited: short references could name a long item many times.
+
+        Args:
+            items: Checked input items.
+
+        Raises:
+            Refusal: A referenced item does not exist (404).
+            InvalidRequest: The size limit is exceeded.
+        """
+        resolved: list[Item] = []
+        for item in items:
+            if item["type"] == "item_reference":
+                item = await self._referred(item["id"])
+                self._count(len(msgspec.json.encode(item)), "input")
+            resolved.append(item)
+        return resolved
+
+    async def _referred(self, item_id: str) -> Item:
+        place = item_place(item_id)
+        if place is not None:
+            kept = None if self._kept is None else self._kept.find(place.response_id)
+            if kept is not None:
+                items = kept.items
+            else:
+                stored = self._loaded.get(place.response_id) or await self._load(place.response_id, "input")
+                items = [] if stored is None else stored.items
+            for item in items:
                 if item["id"] == item_id:
                     return item
-    raise refusal(
-        "item_not_found",
-        f"there is no item {item_id[:80]!r}: its response was not stored, was deleted, or has expired",
-        param="input",
-    )
+        raise refusal(
+            "item_not_found",
+            f"there is no item {item_id[:80]!r}: its response was not stored, was deleted, or has expired",
+            param="input",
+        )
+
+    async def _load(self, response_id: str, param: str) -> StoredResponse | None:
+        """Read a response from the store and count its size. Return None if the caller has no such response."""
+        found = None if self._store is None else await self._store.get(KIND, response_id, owner=self._owner)
+        if found is None:
+            return None
+        self._count(len(found.body), param)
+        stored = self._loaded[response_id] = read_stored(found)
+        return stored
+
+    def _count(self, byte_count: int, param: str) -> None:
+        self._bytes_left -= byte_count
+        if self._bytes_left < 0:
+            raise InvalidRequest(
+                f"{param} leads to more than {LOADED_BYTES_MAX} bytes of earlier responses: leave it out, and send the "
+                "items that matter in input",
+                param=param,
+            )
