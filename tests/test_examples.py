@@ -13,6 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 SAYS = {
+    "agent_over_websocket.py": ["  weather({", "  add({", " of them cached", "KV blocks in use: 0"],
     "agent_session.py": ["weather({", "add({", "prompt tokens from the cache: "],
     "asyncio_first_response_wins.py": ["first: ", "others: ['running', 'running']", "KV blocks in use: 0"],
     "fastapi_app.py": ["a story: ", "models: ['smollm2']", "the client has left", "KV blocks in use: 0"],
