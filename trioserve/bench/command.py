@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trioserve.bench.server_settings import (
+    AGENT_ROWS,
     CONNECTORS,
     ROUTER_ROWS,
+    AgentBenchSettings,
     DisaggregatedSettings,
     RouterBenchSettings,
     StartupSettings,
@@ -193,6 +195,10 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(number) for number in text.split(","))
+
+
 class _Append(argparse.Action):
     """Collects the values of a flag that may be repeated into a tuple."""
 
@@ -245,6 +251,19 @@ _FLAGS = {
         "--request-share",
         "share of each row's requests, for slow models; at least --concurrency of them are sent",
         _NUMBER,
+    ),
+    "shape": Flag("--shape", "lengths of sessions: small for a model on a CPU", {"choices": ["small", "full"]}),
+    "scale": Flag("--scale", "factor of all token counts", _NUMBER),
+    "pause_scale": Flag("--pause-scale", "factor of the pauses in which a tool runs", _NUMBER),
+    "shares": Flag(
+        "--shares",
+        "KV pools relative to the working set, separated by commas",
+        {"type": _numbers, "metavar": "NUMBERS"},
+    ),
+    "peer_command": Flag(
+        "--peer-command",
+        "command that starts another server, which gets --port N; {blocks} and {tokens} are the size of its KV pool",
+        {"metavar": "COMMAND"},
     ),
     "concurrency": Flag("--concurrency", "requests in flight", _INTEGER),
     "requests": Flag("--requests", "requests to measure", _INTEGER),
@@ -350,6 +369,22 @@ MEASUREMENTS = (
             "requests": "long prompts that arrive meanwhile",
             "rate_per_second": "long prompts/s, random arrivals",
         },
+    ),
+    Measurement(
+        name="agents",
+        meaning="replay sessions of agents that call tools, with KV pools smaller than their contexts: session "
+        "retention, plain recency, stored responses, another server",
+        settings=AgentBenchSettings,
+        module="trioserve.bench.agents.run",
+        meanings={
+            "server_flags": "flags of every serve in one text, such as --flags='--threads 1'",
+            "model": "model of every server",
+            "rows": f"names of rows, of {', '.join(AGENT_ROWS)}, separated by commas",
+            "rounds": "sessions of each agent, one after another",
+            "concurrency": "agents at the same time",
+            "seed": "seed of the sessions",
+        },
+        more=f"'{PROGRAM} {INSIDE} agents' replays sessions of full size in simulated time, without a model.",
     ),
     Measurement(
         name="structured",

@@ -23,7 +23,6 @@ __all__ = ["ServerProcess", "cpu_seconds", "memory_bytes", "start_all"]
 
 POLL_SECONDS = 0.005  # seconds between two checks of readiness. The measured duration has an error of this size.
 STOP_SECONDS_MAX = 15.0
-READY_PATH = "/ready"
 
 
 class ServerProcess:
@@ -35,6 +34,8 @@ class ServerProcess:
         log_directory: directory for the output. None: a temporary file keeps it.
         folder: folder in which it runs. None: that of this process.
         environment: its environment. None: that of this process.
+        program: words before the words of the command line.
+        ready_path: path that answers 200 as soon as the server is ready.
 
     Attributes:
         port: its port at 127.0.0.1.
@@ -48,10 +49,13 @@ class ServerProcess:
         log_directory: pathlib.Path | None = None,
         folder: str | None = None,
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "trioserve"),
+        ready_path: str = "/ready",
     ) -> None:
         self.name = name
         self.port = _free_port()
-        self._words = words
+        self._words = [*program, *words]
+        self._ready_path = ready_path
         self._folder, self._environment = folder, environment
         self._log: IO[bytes]
         if log_directory is None:
@@ -75,7 +79,7 @@ class ServerProcess:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trioserve", *self._words, "--port", str(self.port)],
+            [*self._words, "--port", str(self.port)],
             cwd=self._folder,
             env=self._environment,
             stdin=subprocess.DEVNULL,
@@ -84,7 +88,7 @@ class ServerProcess:
         )
 
     async def wait_until_ready(self, seconds_max: float) -> float:
-        """Return the time of the first 200 of /ready, by time.perf_counter.
+        """Return the time of the first 200 of the ready path, by time.perf_counter.
 
         Args:
             seconds_max: maximum time to wait, in seconds.
@@ -98,7 +102,7 @@ class ServerProcess:
             while self.is_alive:
                 # A connection that is opened while the model loads waits in the backlog. It is the first one to be
                 # served.
-                response = await ask(client, target, READY_PATH, seconds_max=seconds_max)
+                response = await ask(client, target, self._ready_path, seconds_max=seconds_max)
                 if not isinstance(response, Failure) and response.status == 200:
                     ready_at = time.perf_counter()
                     await client.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from typing import Literal
 
 import msgspec
 
@@ -11,10 +12,12 @@ from trioserve.bench.settings import check_integer, check_number, check_writable
 from trioserve.contracts.errors import StartupError
 
 __all__ = [
+    "AGENT_ROWS",
     "CONNECTORS",
     "PROCESS_COUNTS",
     "ROUTER_ROWS",
     "WITHOUT_FLAGS",
+    "AgentBenchSettings",
     "DisaggregatedSettings",
     "RouterBenchSettings",
     "StartupSettings",
@@ -280,3 +283,67 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
         waiting_max = str(self.endpoint_max_waiting) if holds_back else ENDLESS
         requests_max = () if holds_back else ("--endpoint-max-requests", ENDLESS)
         return (*self.server_flags, "--endpoint-max-waiting", waiting_max, *requests_max)
+
+
+AGENT_ROWS = ("recency", "sessions", "responses", "peer")
+
+
+class AgentBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the replay of agents' sessions. Raises StartupError if a value is out of range.
+
+    Attributes:
+        model: model of every server.
+        shape: "small" for a small model on a CPU, "full" for the shape of public traces.
+        scale: factor of all token counts of the shape.
+        pause_scale: factor of the pauses in which a tool runs.
+        concurrency: agents at the same time.
+        rounds: sessions of each agent, one after another.
+        shares: sizes of the KV pool, relative to the working set.
+        rows: names of AGENT_ROWS. Empty: all rows, without the peer if there is no command for it.
+        peer_command: command that starts another server. {blocks} and {tokens} stand for the blocks and tokens of its
+            pool. None: no peer.
+        server_flags: other flags of every `serve`.
+        seed: seed of sessions and texts.
+        timeout_seconds: seconds after which a request has failed.
+        log_directory: directory for the output of the servers. None: the output is dropped.
+        json_path: file for the JSON report. "-": standard output.
+        label: name of the measurement.
+    """
+
+    model: str = "smollm2"
+    shape: Literal["small", "full"] = "small"
+    scale: float = 1.0
+    pause_scale: float = 0.1
+    concurrency: int = 6
+    rounds: int = 1
+    shares: tuple[float, ...] = (0.25, 0.5, 1.0)
+    rows: tuple[str, ...] = ()
+    peer_command: str | None = None
+    server_flags: tuple[str, ...] = ()
+    seed: int = 0
+    timeout_seconds: float = 300.0
+    log_directory: str | None = None
+    json_path: str | None = None
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.rows:
+            if name not in AGENT_ROWS:
+                raise StartupError(f"--rows has {name!r}, allowed are: {', '.join(AGENT_ROWS)}")
+        if "peer" in self.rows and self.peer_command is None:
+            raise StartupError(
+                "--rows has 'peer', but there is no --peer-command: add the command that starts the peer"
+            )
+        check_number("--scale", self.scale, 0.001, 1.0)
+        check_number("--pause-scale", self.pause_scale, 0.0, 10.0)
+        check_integer("--concurrency", self.concurrency, 1, 4096)
+        check_integer("--rounds", self.rounds, 1, 1000)
+        for share in self.shares:
+            check_number("--shares", share, 0.01, 100.0)
+        check_integer("--seed", self.seed, 0, 2**31 - 1)
+        check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
+        check_writable(self.json_path)
+
+    @property
+    def chosen_rows(self) -> tuple[str, ...]:
+        return self.rows or tuple(row for row in AGENT_ROWS if row != "peer" or self.peer_command is not None)
