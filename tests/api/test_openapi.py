@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from trioserve.api import responder, surface
 from trioserve.api.error_responses import Error
 from trioserve.api.openai import models, tokenize
 from trioserve.api.openai import response_types as responses
@@ -100,10 +101,19 @@ async def test_openapi_document_does_not_offer_refused_fields(api: Any) -> None:
         ("GET", "/version", None, health.Version),
     ],
 )
-async def test_responses_match_their_openapi_description(
-    api: Any, method: str, path: str, body: Any, kind: type
+async def test_responses_are_encoded_from_their_openapi_description(
+    api: Any, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any, kind: type
 ) -> None:
+    encoded: list[type] = []
+
+    def note(value: object) -> bytes:
+        encoded.append(type(value))
+        return msgspec.json.encode(value)
+
+    monkeypatch.setattr(responder, "encode", note)
+    monkeypatch.setattr(surface, "encode", note)
     exchange = await api.context(method, path, b"" if body is None else body)
+    assert encoded == [kind]
     msgspec.convert(exchange.json(), kind)
 
 
