@@ -193,8 +193,8 @@ class EngineCore:
 
         Args:
             session: id of any session.
-            seconds: expected time until the next turn. The preference for the session's blocks decays only after this
-                time. Limited to 0 and the session's idle_seconds.
+            seconds: expected time until the next turn. The preference for the session's blocks starts again, and lasts
+                for this time and its idle_seconds. Limited to 0 and its idle_seconds.
             now: time in seconds.
         """
         self.sessions.hint(session, seconds, now)

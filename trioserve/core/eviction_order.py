@@ -2,11 +2,13 @@
 
 Without sessions, this is the order of last use. A session that waits for its next turn retains chains of blocks: a
 retained block counts as if it had been used later than it was, by the bonus of its chain in seconds. So a bonus of 60
-seconds protects a chain from blocks that were last used in the 60 seconds after it, and from no others. Time does not
-change the order of two entries, because all of them age alike. So nothing is sorted again while time passes.
+seconds protects a chain from blocks that were last used in the 60 seconds after it, and from no others. This is the
+same as a value that halves per unit of time. Time does not change the order of two entries, because all of them age
+alike. So nothing is sorted again while time passes.
 
     ended       blocks that only an ended session used. They are evicted first, last blocks of a chain first
-    unretained  by last use
+    unretained  by last use. A block that was used again while it was cached has a bonus, too, when it is compared with
+                retained blocks
     retained    by the value of the best chain that lists the block: last use plus bonus
     due         as retained, but the session has a request in the queue or in the batch. Evicted after all other blocks,
                 and those of the request that starts last come first
@@ -28,11 +30,13 @@ from typing import Final
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.stats import EvictionClass
 
-__all__ = ["Chain", "ChainRanking", "EvictionOrder", "TenantShare"]
+__all__ = ["BONUS_SECONDS", "STALE_MAX", "Chain", "ChainRanking", "EvictionOrder", "TenantShare"]
 
 RankKey = tuple[int, float, float]
 
-STALE_MAX: Final = 64  # Stale entries of a heap, beyond one per chain, from which on the heap is built again.
+# A block that is likely to be used again counts as used this many seconds later than it was.
+BONUS_SECONDS: Final = 60.0
+STALE_MAX: Final = 64  # Stale entries of a heap, beyond one per valid entry, from which on the heap is built again.
 
 
 class Chain:
@@ -43,7 +47,7 @@ class Chain:
 
     Attributes:
         listings: the blocks, as EvictionOrder.listings returns them.
-        used_at: time of the last use or of the expected next use, in seconds.
+        used_at: time of the last turn or hint, in seconds.
         key: position in the ranking. The chain with the smallest key is evicted first.
     """
 
@@ -109,26 +113,27 @@ class TenantShare:
         block_count: blocks that the tenant's chains list. A block that several chains list counts once, for the tenant
             whose chain listed it first.
         ranking: the tenant's chains.
-        return_rate: mean of recent waits of the tenant's sessions: 1 for a wait that ended with a next turn, 0 for a
-            wait that ended without one.
+        return_rates: rate at which the tenant's sessions return from their first wait, and from later waits.
     """
 
-    __slots__ = ("block_count", "ranking", "return_rate")
+    __slots__ = ("block_count", "ranking", "return_rates")
 
-    RATE = 1 / 16  # Weight of the last wait in the mean.
+    RATE_AT_START = 0.5
+    RATE_WEIGHT = 1 / 16  # Weight of the last wait in a rate.
 
     def __init__(self) -> None:
         self.block_count = 0
         self.ranking = ChainRanking()
-        self.return_rate = 1.0
+        self.return_rates = [self.RATE_AT_START, self.RATE_AT_START]
 
-    def note_wait(self, *, returned: bool) -> None:
-        """Note the end of a session's wait.
+    def note_wait(self, *, is_first: bool, returned: bool) -> None:
+        """Note how a session's wait went on.
 
         Args:
-            returned: True if the session's next turn ended the wait.
+            is_first: True if it is the session's first wait.
+            returned: True if the session's next turn has come. False if it did not come for a long time.
         """
-        self.return_rate += self.RATE * (returned - self.return_rate)
+        self.return_rates[not is_first] += self.RATE_WEIGHT * (returned - self.return_rates[not is_first])
 
 
 class EvictionOrder:
@@ -165,6 +170,7 @@ class EvictionOrder:
         self._share_of: dict[BlockIndex, TenantShare] = {}
         # A block that loses its content gets the next generation. Listings of earlier generations mean nothing.
         self._generations = [0] * block_count
+        self._was_hit = bytearray(block_count)  # 1 if the block was used again while it was cached.
         self._ranking = ChainRanking()
         self.spared_hits_total = 0
         self.evictions_total = dict.fromkeys(EvictionClass, 0)
@@ -191,6 +197,10 @@ class EvictionOrder:
     def spared_count(self) -> int:
         return len(self._spared)
 
+    def retained_blocks(self) -> list[BlockIndex]:
+        """Return the cached blocks that a chain lists."""
+        return [*self._kept, *self._spared]
+
     def add(self, block: BlockIndex) -> None:
         """Add a block that becomes cached.
 
@@ -208,6 +218,7 @@ class EvictionOrder:
         Raises:
             KeyError: the block is not cached.
         """
+        self._was_hit[block] = True
         if block in self._recent:
             del self._recent[block]
         elif block in self._kept:
@@ -226,6 +237,7 @@ class EvictionOrder:
         Args:
             block: a block that is not in this order. It may be in use.
         """
+        self._was_hit[block] = False
         if self._list_counts[block]:
             self._generations[block] += 1
             self._list_counts[block] = 0
@@ -234,6 +246,7 @@ class EvictionOrder:
     def evict(self) -> BlockIndex:
         """Remove and return the first cached block. There must be a cached block."""
         block, used_at, kind = self._pop_first()
+        self._was_hit[block] = False
         self.evictions_total[kind] += 1
         if self._kept:
             # Recency alone evicts the block that was used least recently. If this is a retained block, it is spared.
@@ -250,7 +263,7 @@ class EvictionOrder:
         while True:
             chain = self._ranking.weakest()
             stamp = self._first_stamp()
-            if chain is None or (stamp != _NEVER and (chain.key[0] or stamp <= chain.key[1])):
+            if chain is None or (stamp != _NEVER and (chain.key[0] or self._unretained_value(stamp) <= chain.key[1])):
                 return self._pop_unretained(), stamp, EvictionClass.RECENCY
             kind = EvictionClass.DUE if chain.key[0] else EvictionClass.RETAINED
             block = self._drop_last(chain)
@@ -266,6 +279,15 @@ class EvictionOrder:
         former = heap[0][0] if heap else _NEVER
         recent = next(iter(self._recent.values()), _NEVER)
         return min(former, recent)
+
+    def _unretained_value(self, stamp: float) -> float:
+        """Return the value of the first unretained block, whose last use was at `stamp`.
+
+        A block that was used again has shown that it is worth as much as a block of a session.
+        """
+        is_former = next(iter(self._recent.values()), _NEVER) != stamp
+        block = self._former_heap[0][2] if is_former else next(iter(self._recent))
+        return stamp + BONUS_SECONDS if self._was_hit[block] else stamp
 
     def _pop_unretained(self) -> BlockIndex:
         heap = self._former_heap
@@ -301,6 +323,14 @@ class EvictionOrder:
                 chain.share.block_count += 1
             counts[block] += 1
         chain.listings += listings
+
+    def is_listed(self, block: BlockIndex) -> bool:
+        """Return True if a chain lists the block with its current content.
+
+        Args:
+            block: a block in any state.
+        """
+        return self._list_counts[block] > 0
 
     def rank(self, chain: Chain) -> None:
         """Note that the key of a chain has changed, or that the chain lists its first blocks.

@@ -253,5 +253,5 @@ class BlockPool:
             held = self._hold_counts.get(block, 0)
             assert 0 <= held <= self._claim_counts[block], f"block {block} has more holds ({held}) than claims"
             assert held > 0 or block not in self._hold_counts
-            assert block not in self.order or self._published[block]
+            assert self._published[block] or not (block in self.order or self.order.is_listed(block))
             assert block not in free or not self._published[block]

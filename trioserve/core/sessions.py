@@ -22,14 +22,13 @@ from typing import Final
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.retention import DEFAULT_RETENTION, Retention
-from trioserve.core.eviction_order import Chain, TenantShare
+from trioserve.core.eviction_order import BONUS_SECONDS, STALE_MAX, Chain, TenantShare
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.settings import CoreSettings
 
 __all__ = ["Session", "Sessions"]
 
-# A retained block counts as used this many seconds later than it was, for weight 1 and a short prefix.
-BONUS_SECONDS: Final = 60.0
+LAPSE_SECONDS: Final = 30.0  # A session that waits for longer than this counts as one that does not return.
 # Prefix length, in tokens, from which on a block costs twice as much to compute as a block of a short prefix, because
 # of attention. It is a typical value, which depends on the model.
 DEPTH_TOKENS: Final = 32_768
@@ -50,20 +49,22 @@ class Session:
         orders: the position in the queue of each live request of the session.
         expires_at: time at which the preference ends if no turn or hint follows, in seconds.
         is_open: False after the session has ended, or was forgotten because there were too many sessions.
-        has_waited: True while the session waits after a turn.
-        is_watched: True if the expiry of the session is in the heap of expiries.
+        lapses_at: time at which the current wait counts as one without a return, in seconds. None between waits.
+        turn_count: number of times that the session began to wait after a turn.
+        watched_at: time of the session's current entry in the heap of expiries. None if it has none.
     """
 
     __slots__ = (
         "chains",
         "expires_at",
-        "has_waited",
         "is_open",
-        "is_watched",
+        "lapses_at",
         "orders",
         "retention",
         "serial",
         "share",
+        "turn_count",
+        "watched_at",
     )
 
     def __init__(self, serial: int, retention: Retention, share: TenantShare) -> None:
@@ -74,8 +75,9 @@ class Session:
         self.orders: dict[RequestId, tuple[int, int]] = {}
         self.expires_at = 0.0
         self.is_open = True
-        self.has_waited = False
-        self.is_watched = False
+        self.lapses_at: float | None = None
+        self.turn_count = 0
+        self.watched_at: float | None = None
 
 
 class Sessions:
@@ -122,14 +124,18 @@ class Sessions:
         """
         self._order.now = now = max(now, self._order.now)
         while self._expiries and self._expiries[0][0] <= now:
-            _time, _serial, session = heapq.heappop(self._expiries)
-            session.is_watched = False
+            watched_at, _serial, session = heapq.heappop(self._expiries)
+            if watched_at != session.watched_at:
+                continue  # A later change has made the expiry earlier.
+            session.watched_at = None
             if session.orders or not session.is_open:
                 continue  # The end of its last request starts the next wait.
+            if session.lapses_at is not None and min(session.lapses_at, session.expires_at) <= now:
+                self._note_wait(session, returned=False)
+                session.lapses_at = None
             if session.expires_at > now:
                 self._watch(session)
             else:
-                self._end_wait(session, returned=False)
                 self._drop_chains(session)
 
     def open(self, session_id: str, retention: Retention, now: float) -> Session:
@@ -144,7 +150,7 @@ class Sessions:
         session = self._sessions.get(session_id)
         if session is not None:
             session.retention, session.share = retention, self._share(retention.tenant)
-            self._start_wait(session, self._order.now)
+            self._start_wait(session)
             return session
         session = Session(next(self._serials), retention, self._share(retention.tenant))
         self._sessions[session_id] = session
@@ -179,7 +185,7 @@ class Sessions:
         if session is not None:
             seconds = min(max(seconds, 0.0), session.retention.idle_seconds)
             self._sessions.move_to_end(session_id)
-            self._start_wait(session, self._order.now + seconds)
+            self._start_wait(session, seconds)
 
     # --- Requests ---
 
@@ -202,7 +208,8 @@ class Sessions:
         self._sessions.move_to_end(session_id)
         if not session.orders:
             self.active_count += 1
-            self._end_wait(session, returned=True)
+            session.lapses_at = None
+            self._note_wait(session, returned=True)
         session.orders[request.id] = order
         self._rank(session)
         return session
@@ -219,8 +226,9 @@ class Sessions:
             self._rank(session)
         elif session.is_open:
             self.active_count -= 1
-            session.has_waited = True
-            self._start_wait(session, self._order.now)
+            session.turn_count += 1
+            session.lapses_at = self._order.now + LAPSE_SECONDS
+            self._start_wait(session)
 
     def note_hits(self, token_count: int) -> None:
         """Count the prompt tokens that a request of a session found in the prefix cache when it first ran.
@@ -297,25 +305,30 @@ class Sessions:
     def _bonus_seconds(self, session: Session, block_count: int) -> float:
         """Return by how many seconds a chain counts as used later than it was."""
         cost = 1 + math.log2(1 + block_count * self._block_size / DEPTH_TOKENS)
-        return BONUS_SECONDS * cost * session.retention.weight * session.share.return_rate
+        rate = session.share.return_rates[session.turn_count > 1]
+        return BONUS_SECONDS * cost * session.retention.weight * rate
 
-    def _start_wait(self, session: Session, used_at: float) -> None:
+    def _start_wait(self, session: Session, expected_seconds: float = 0.0) -> None:
         """Start the time of a session's preference again, and refresh its chains."""
-        session.expires_at = used_at + session.retention.idle_seconds
+        now = self._order.now
+        session.expires_at = now + expected_seconds + session.retention.idle_seconds
         for chain in session.chains:
-            chain.used_at = max(chain.used_at, used_at)
+            chain.used_at = now
         self._rank(session)
-        if not session.is_watched:
-            self._watch(session)
+        self._watch(session)
 
-    def _end_wait(self, session: Session, *, returned: bool) -> None:
-        if session.has_waited:
-            session.has_waited = False
-            session.share.note_wait(returned=returned)
+    def _note_wait(self, session: Session, *, returned: bool) -> None:
+        if session.turn_count:
+            session.share.note_wait(is_first=session.turn_count == 1, returned=returned)
 
     def _watch(self, session: Session) -> None:
-        session.is_watched = True
-        heapq.heappush(self._expiries, (session.expires_at, session.serial, session))
+        time = session.expires_at if session.lapses_at is None else min(session.lapses_at, session.expires_at)
+        if session.watched_at is None or time < session.watched_at:
+            session.watched_at = time
+            heapq.heappush(self._expiries, (time, session.serial, session))
+            if len(self._expiries) > 2 * len(self._sessions) + STALE_MAX:
+                self._expiries = [entry for entry in self._expiries if entry[0] == entry[2].watched_at]
+                heapq.heapify(self._expiries)
 
     def _drop_chains(self, session: Session) -> list[BlockIndex]:
         """Let a session retain nothing. Return the cached blocks that nobody else retains, the last block first."""
@@ -335,7 +348,6 @@ class Sessions:
         for session_id, session in self._sessions.items():
             if not session.orders:
                 del self._sessions[session_id]
-                self._end_wait(session, returned=False)
                 self._close(session)
                 self._drop_chains(session)
                 return
