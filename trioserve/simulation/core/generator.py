@@ -21,11 +21,14 @@ from trioserve.simulation.core.history import (
     Begin,
     Break,
     Drain,
+    EndSession,
     Event,
     Fail,
     Forget,
     Forward,
+    HintSession,
     Inquire,
+    OpenSession,
     Report,
     Retract,
     Update,
@@ -61,6 +64,10 @@ RESUMING_WORLDS_SHARE = 0.4
 STATE_WORLDS_SHARE = 0.4
 RETRACTING_WORLDS_SHARE = 0.2
 RETRACT_CHANCE, FORGET_CHANCE = 0.04, 0.03  # probabilities at each event of a world with retractions
+SESSION_WORLDS_SHARE = 0.3
+SESSION_CHANCES = (0.02, 0.05, 0.08)  # probabilities of an event that opens, hints at or ends a session, summed
+IN_SESSION_SHARE = 0.7  # fraction of the requests of such a world that have a session
+NEXT_TURN_SHARE = 0.7  # fraction of these requests that continue the session's last request
 APART_WORLDS_SHARE = 0.4  # fraction of the worlds with overlapping steps in which steps are apart
 DRAFT_MODEL_SHARE = 0.5
 DRAFT_HEAD_SHARE = 0.3  # fraction of the worlds with a draft model in which a head is the draft model
@@ -156,6 +163,13 @@ class Generator:
         # Retractions are also drawn from a separate source.
         self._retract_rng = Random(line_of(self.world) + "retract")
         self._retracts = self._retract_rng.random() < RETRACTING_WORLDS_SHARE
+        # Sessions are also drawn from a separate source.
+        self._session_rng = Random(line_of(self.world) + "sessions")
+        if self.world.enable_prefix_caching and self._session_rng.random() < SESSION_WORLDS_SHARE:
+            sessions = {"sessions": self._session_rng.randint(1, 4)}
+            share = self._session_rng.choice((0.3, 0.75, 1.0))
+            self.world = msgspec.structs.replace(self.world, session_share=share, **sessions)
+        self._last_turns: dict[str, str] = {}  # The last request of each session.
         self._arrived: dict[str, Arrive] = {}  # Each sequence is stored as a request with one choice.
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
         self._arrival_rate = rng.choice((0.1, 0.25, 0.4))
@@ -180,6 +194,8 @@ class Generator:
 
     def next_event(self, simulation: Simulation) -> Event:
         if self._retracts and (event := self._retraction(simulation)) is not None:
+            return event
+        if self.world.sessions and (event := self._session_event()) is not None:
             return event
         chance = self._random()
         for rate, drawn in self._kinds:
@@ -209,6 +225,19 @@ class Generator:
             return FORGET
         is_between = not simulation.flights
         return RETRACT if is_between and chance < FORGET_CHANCE + RETRACT_CHANCE else None
+
+    def _session_event(self) -> Event | None:
+        rng = self._session_rng
+        chance = rng.random()
+        if chance >= SESSION_CHANCES[-1]:
+            return None
+        name = f"s{rng.randrange(self.world.sessions)}"
+        if chance < SESSION_CHANCES[0]:
+            weight, idle = rng.choice((0.0, 0.1, 1.0, 4.0)), rng.choice((0.05, 0.5, 5.0))
+            return OpenSession(id=name, weight=weight, idle=idle, tenant=rng.choice((None, "t")))
+        if chance < SESSION_CHANCES[1]:
+            return HintSession(id=name, seconds=rng.choice((0.0, 0.3, 100.0)))
+        return EndSession(id=name)
 
     # --- Drawing of events ---
 
@@ -310,6 +339,8 @@ class Generator:
 
     def _arrival(self, simulation: Simulation) -> Arrive | None:
         arrival = self._new_arrival(simulation)
+        if arrival is not None and self.world.sessions and self._session_rng.random() < IN_SESSION_SHARE:
+            arrival = self._in_session(arrival, simulation)
         if arrival is None or arrival.pooled is not None:
             return arrival
         if self._resumed_share:
@@ -317,6 +348,19 @@ class Generator:
             for index, name in enumerate(arrival.sequence_ids):
                 self._arrived[name] = msgspec.structs.replace(arrival, choices=1, seed=arrival.seed + index)
         return arrival
+
+    def _in_session(self, arrival: Arrive, simulation: Simulation) -> Arrive:
+        """Make an arrival a turn of a session. Most turns continue the last request of their session."""
+        rng = self._session_rng
+        name = f"s{rng.randrange(self.world.sessions)}"
+        last = simulation.entries.get(self._last_turns.get(name, ""))
+        self._last_turns[name] = arrival.sequence_ids[-1]
+        continues = last is not None and rng.random() < NEXT_TURN_SHARE
+        if last is None or not continues or arrival.pooled is not None or not arrival.can_run(self.world):
+            return msgspec.structs.replace(arrival, session=name)
+        more = rng.choices(range(self.world.vocab_size), k=rng.randint(0, 2))
+        prompt = (*last.known, *more)[: self.world.context_tokens_max - arrival.output]
+        return msgspec.structs.replace(arrival, session=name, prompt=prompt, salt=last.request.cache_salt)
 
     def _resumed(self, arrival: Arrive, simulation: Simulation) -> Arrive:
         """Turn some arrivals into requests that resume a response.

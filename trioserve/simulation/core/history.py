@@ -24,12 +24,15 @@ __all__ = [
     "Begin",
     "Break",
     "Drain",
+    "EndSession",
     "Event",
     "Fail",
     "Forget",
     "Forward",
+    "HintSession",
     "History",
     "Inquire",
+    "OpenSession",
     "Report",
     "Retract",
     "Update",
@@ -106,6 +109,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
         states: number of slots for the states of stateful layers. 0: the model has no such layers.
         snapshots: number of slots for copies of states.
         window_tokens: sliding window of all layers, with which a context may be longer than the pool. None: no window.
+        sessions: number of different ids of sessions. 0: no request has a session.
+        session_share: fraction of the pool that one tenant's sessions may retain.
     """
 
     block_count: int
@@ -131,6 +136,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     states: int = 0
     snapshots: int = 0
     window_tokens: int | None = None
+    sessions: int = 0
+    session_share: float = 0.75
 
     @property
     def held_blocks_max(self) -> int:
@@ -178,6 +185,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
         known: number of known tokens of a response that began at another engine. The simulation uses at most all tokens
             of the response except the last one.
         pooled: how the prompt is computed for a pooled vector: in chunks or whole. None: the request generates text.
+        session: id of the session whose turn this is. None: no session.
     """
 
     id: str
@@ -198,6 +206,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     guide: Automaton = ()
     known: int = 0
     pooled: Literal["chunks", "whole"] | None = None
+    session: str | None = None
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -301,6 +310,28 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     """The prefix cache forgets all blocks. This event may come at any time."""
 
 
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
+    """A caller opens a session, or changes the retention of an open session."""
+
+    id: str
+    weight: float = 1.0
+    idle: float = 1.0
+    tenant: str | None = None
+
+
+class EndSession(msgspec.Struct, frozen=True, kw_only=True, tag="end_session"):
+    """A caller ends a session. The session need not be open, and may have live requests."""
+
+    id: str
+
+
+class HintSession(msgspec.Struct, frozen=True, kw_only=True, tag="hint_session"):
+    """A caller expects the next turn of a session in some seconds. The session need not be open."""
+
+    id: str
+    seconds: float
+
+
 Event = (
     Arrive
     | Abort
@@ -316,6 +347,9 @@ Event = (
     | Break
     | Retract
     | Forget
+    | OpenSession
+    | EndSession
+    | HintSession
 )
 
 
@@ -341,6 +375,7 @@ PLAIN_FIELDS = (
     "remote",
     "is_sent",
     "guide",
+    "session",
 )
 
 
@@ -379,6 +414,8 @@ def _plainer_worlds(world: World) -> Iterator[World]:
         yield msgspec.structs.replace(world, draft_tokens=0, drafts_by_model=False, drafts_by_head=False)
     if world.drafts_by_model:
         yield msgspec.structs.replace(world, drafts_by_model=False, drafts_by_head=False)
+    if world.sessions:
+        yield msgspec.structs.replace(world, sessions=0)
     if world.enable_prefix_caching:
         yield msgspec.structs.replace(world, enable_prefix_caching=False)
 

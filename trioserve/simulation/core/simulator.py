@@ -35,11 +35,14 @@ from trioserve.simulation.core.history import (
     Begin,
     Break,
     Drain,
+    EndSession,
     Event,
     Fail,
     Forget,
     Forward,
+    HintSession,
     Inquire,
+    OpenSession,
     Report,
     Retract,
     Update,
@@ -48,6 +51,7 @@ from trioserve.simulation.core.history import (
     abort_moment,
     plan_line,
 )
+from trioserve.simulation.core.session_watch import SessionWatch
 from trioserve.simulation.core.step_rules import check_begun_step, check_no_step_ahead, check_nobody_could_start
 from trioserve.simulation.core.transfer_watch import TransferWatch
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse, poor_hash
@@ -134,12 +138,14 @@ class Simulation(EventSimulation[World]):
                 hold_seconds_max=world.hold_seconds,
                 remote_kv_seconds_max=world.load_seconds,
                 load_failure_policy="fail" if world.fails_without_kv else "recompute",
+                session_share_max=world.session_share,
             ),
             hash_block=poor_hash if world.has_poor_hash else hash_block,
             connector=None if self.transfers is None else self.transfers.connector,
             mask_maker=self._masks,
         )
         self._residency = ResidencyBook(self.core.cache)
+        self._sessions = SessionWatch(world)
         self.entries: dict[str, ExpectedSequence] = {}
         self.live: dict[str, ExpectedSequence] = {}
         self.flights: list[Flight] = []
@@ -176,11 +182,18 @@ class Simulation(EventSimulation[World]):
         assert not self.live, f"these requests do not end: {', '.join(self.live)}"
         if self.transfers is not None:
             self.transfers.check_end(self.entries)
+        self._count("blocks retained at the end", self._sessions.check_end(self.core, self.now))
         check_idle(self.core)
         self._masks.fill_until(None)
         stats = self.core.stats()
         looked_up = [entry for entry in self.entries.values() if entry.cached_count is not None and self._hits(entry)]
         assert stats.prefix_hit_tokens_total == sum(entry.cached_count or 0 for entry in looked_up), stats
+        of_sessions = [entry.cached_count or 0 for entry in looked_up if entry.request.session is not None]
+        assert stats.session_hit_tokens_total == sum(of_sessions), stats
+        assert stats.session_hits_total == sum(count > 0 for count in of_sessions), stats
+        self._count("prompt tokens found in spared blocks", stats.spared_tokens_total)
+        for kind, total in stats.evictions_total.items():
+            self._count(f"evicted blocks: {kind.value}", total)
         assert stats.prefix_query_tokens_total == sum(len(entry.request.known_token_ids) for entry in looked_up), stats
         assert stats.preemptions_total == self.counts.get("preempted", 0), stats
         assert stats.blocks_given_back_total == 0 or self.world.window_tokens is not None, stats
@@ -232,6 +245,7 @@ class Simulation(EventSimulation[World]):
                 cache_salt=event.salt,
                 pooling=pooling,
                 guide=WatchedGuide(event.guide) if event.guide else None,
+                session=event.session,
             )
             response = None
             if event.known and pooling is None:
@@ -250,6 +264,9 @@ class Simulation(EventSimulation[World]):
             if self.transfers is not None:
                 self.transfers.note_arrival(name, event)
             self.entries[name] = self.live[name] = entry
+            if event.session is not None:
+                self._sessions.note_arrival(name, event.session, self.now)
+                self._count("requests of sessions")
             if event.timeout is not None:
                 heapq.heappush(self._deadlines, (self.now + event.timeout, len(self.entries), name))
 
@@ -267,6 +284,7 @@ class Simulation(EventSimulation[World]):
             is_awaited = self.core.next_deadline() is not None
             assert is_awaited or not self.live, f"{', '.join(self.live)} have not ended, but nothing is computed"
             check_nobody_could_start(self.core, self._may_load)
+            self._sessions.check(self.core, self.now)
             self._count("steps with nothing to compute")
             for entry in self.live.values():
                 if entry.is_running:  # A load took the request's blocks, so the core preempted the request.
@@ -312,6 +330,8 @@ class Simulation(EventSimulation[World]):
             self._count("snapshots that requests start from", reads is not None and reads >= self.world.states)
             if chunk.draft_task is not None:
                 self._count("draft tasks" if chunk.draft_task.end is None else "draft tasks that only catch up")
+        self._sessions.note_plan(plan)
+        self._sessions.check(self.core, self.now)
         self.flights.append(Flight(plan, [list(chunk.block_table) for chunk in plan.chunks]))
 
     def _fail(self, event: Fail) -> None:
@@ -425,12 +445,28 @@ class Simulation(EventSimulation[World]):
     def _forget(self, _event: Forget) -> None:
         used = self.core.stats().blocks_used
         self.core.forget_prefixes()
+        self._sessions.note_forgotten()
         assert not self.core.cache.resident_hashes(), "the prefix cache still has blocks after forget_prefixes"
         stats = self.core.stats()
         assert (stats.blocks_used, stats.blocks_cached) == (used, 0), (
             f"{used} blocks were in use before, and now {stats}"
         )
         self._count("prefixes forgotten")
+
+    def _open_session(self, event: OpenSession) -> None:
+        self._sessions.open(self.core, event, self.now)
+        self._sessions.check(self.core, self.now)
+        self._count("sessions opened")
+
+    def _end_session(self, event: EndSession) -> None:
+        self._sessions.end(self.core, event, self.now)
+        self._sessions.check(self.core, self.now)
+        self._count("sessions ended")
+
+    def _hint_session(self, event: HintSession) -> None:
+        self._sessions.hint(self.core, event, self.now)
+        self._sessions.check(self.core, self.now)
+        self._count("hints")
 
     # --- Helpers ---
 
@@ -481,6 +517,7 @@ class Simulation(EventSimulation[World]):
 
     def _note_end(self, event: RequestFinished) -> None:
         del self.live[event.request_id]
+        self._sessions.note_end(event.request_id, self.now)
         self._count(f"ended: {event.reason.value}")
         if self.transfers is not None:
             self.transfers.check_params(event)
@@ -544,6 +581,9 @@ _HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {
     Break: Simulation._break,
     Retract: Simulation._retract,
     Forget: Simulation._forget,
+    OpenSession: Simulation._open_session,
+    EndSession: Simulation._end_session,
+    HintSession: Simulation._hint_session,
 }
 
 # The core does not see Forward, Fail and Break. The handler of Wait checks the rules after each deadline that passes.

@@ -1,0 +1,171 @@
+"""Expected state of a simulation's sessions: which of them may retain blocks at a moment, and which blocks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.ids import NO_BLOCK
+from trioserve.contracts.retention import DEFAULT_RETENTION, Retention
+from trioserve.contracts.step import StepPlan
+from trioserve.core.engine import EngineCore
+from trioserve.simulation.core.history import EndSession, HintSession, OpenSession, World
+
+__all__ = ["SessionWatch"]
+
+
+class OpenedSession(msgspec.Struct, eq=False):
+    """An open session.
+
+    Attributes:
+        idle_seconds: how long the preference lasts after the last turn or hint, in seconds.
+        expires_at: time at which the preference ends if no request is live, in seconds.
+        live: ids of the session's live requests.
+        blocks: blocks that the session's requests have used since the preference last ended.
+    """
+
+    idle_seconds: float
+    expires_at: float
+    live: set[str] = msgspec.field(default_factory=set)
+    blocks: set[int] = msgspec.field(default_factory=set)
+
+
+class SessionWatch:
+    """Records the sessions of one simulation, and checks what the core retains for them.
+
+    Args:
+        world: the engine.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._open: dict[str, OpenedSession] = {}
+        self._session_of: dict[str, OpenedSession] = {}  # The session of each live request, which may have ended.
+        self._tenants: set[str | None] = {None}
+
+    def open(self, core: EngineCore, event: OpenSession, now: float) -> None:
+        """Let the core open a session, or change the retention of an open one.
+
+        Args:
+            core: the core.
+            event: the event.
+            now: time in seconds.
+        """
+        retention = Retention(weight=event.weight, idle_seconds=event.idle, tenant=event.tenant)
+        core.open_session(event.id, retention, now)
+        self._tenants.add(event.tenant)
+        opened = self._open.setdefault(event.id, OpenedSession(event.idle, now))
+        opened.idle_seconds, opened.expires_at = event.idle, now + event.idle
+
+    def end(self, core: EngineCore, event: EndSession, now: float) -> None:
+        """Let the core end a session, which need not be open.
+
+        Args:
+            core: the core.
+            event: the event.
+            now: time in seconds.
+        """
+        before = core.stats()
+        core.end_session(event.id, now)
+        self._open.pop(event.id, None)
+        after = core.stats()
+        assert (before.blocks_cached, before.blocks_free) == (after.blocks_cached, after.blocks_free), (
+            f"the end of {event.id} changed which blocks are cached: {before}, then {after}"
+        )
+
+    def hint(self, core: EngineCore, event: HintSession, now: float) -> None:
+        """Let the core note that the next turn of a session is expected. The session need not be open.
+
+        Args:
+            core: the core.
+            event: the event.
+            now: time in seconds.
+        """
+        core.hint_session(event.id, event.seconds, now)
+        opened = self._open.get(event.id)
+        if opened is not None:
+            self._forget_expired(now)
+            opened.expires_at = now + min(event.seconds, opened.idle_seconds) + opened.idle_seconds
+
+    def note_arrival(self, name: str, session: str, now: float) -> None:
+        """Note that a request of a session was accepted.
+
+        Args:
+            name: id of the request.
+            session: id of the session. It is opened if it is not open.
+            now: time in seconds.
+        """
+        opened = self._open.setdefault(session, OpenedSession(DEFAULT_RETENTION.idle_seconds, now))
+        opened.live.add(name)
+        self._session_of[name] = opened
+
+    def note_plan(self, plan: StepPlan) -> None:
+        """Note the blocks of a step's requests.
+
+        Args:
+            plan: the step.
+        """
+        for chunk in plan.chunks:
+            opened = self._session_of.get(chunk.request.id)
+            if opened is not None:
+                opened.blocks.update(block for block in chunk.block_table if block != NO_BLOCK)
+
+    def note_end(self, name: str, now: float) -> None:
+        """Note the end of a request. The core may keep its blocks until a step in flight has returned.
+
+        Args:
+            name: id of the request.
+            now: time in seconds.
+        """
+        opened = self._session_of.pop(name, None)
+        if opened is not None:
+            opened.live.remove(name)
+            opened.expires_at = max(opened.expires_at, now + opened.idle_seconds)
+
+    def note_forgotten(self) -> None:
+        """Note that the prefix cache has forgotten all blocks. Only live requests may publish their blocks later."""
+        for opened in self._open.values():
+            if not opened.live:
+                opened.blocks.clear()
+
+    def check(self, core: EngineCore, now: float) -> None:
+        """Assert that the core retains only blocks of open sessions that are not idle for too long.
+
+        Args:
+            core: the core. It has noted the time `now`.
+            now: time in seconds.
+        """
+        self._forget_expired(now)
+        retained = set(core.pool.order.retained_blocks())
+        allowed = {block for opened in self._open.values() for block in opened.blocks}
+        assert retained <= allowed, f"blocks {sorted(retained - allowed)} are retained, but no session may retain them"
+        blocks_max = len(self._tenants) * int(self._world.block_count * self._world.session_share)
+        assert len(retained) <= blocks_max, f"{len(retained)} blocks are retained, but the limit is {blocks_max}"
+        stats = core.stats()
+        assert stats.sessions_active + stats.sessions_waiting == len(self._open), (
+            f"{list(self._open)} are open: {stats}"
+        )
+
+    def check_end(self, core: EngineCore, now: float) -> int:
+        """Assert that nothing is retained after all requests have ended and the preference of all sessions is over.
+
+        Args:
+            core: a core without requests.
+            now: time in seconds.
+
+        Returns:
+            The number of blocks that were retained before.
+        """
+        count = core.stats().blocks_retained
+        assert core.stats().sessions_active == 0, f"no request is left, but {core.stats()}"
+        for name in self._open:
+            self.hint(core, HintSession(id=name, seconds=1e6), now)
+        for time in sorted(opened.expires_at for opened in self._open.values()):
+            core.schedule(max(now, time))
+            self.check(core, max(now, time))
+        assert core.stats().blocks_retained == 0, f"the preference of all sessions is over, but {core.stats()}"
+        return count
+
+    def _forget_expired(self, now: float) -> None:
+        for opened in self._open.values():
+            if not opened.live and opened.expires_at <= now:
+                opened.blocks.clear()
