@@ -239,6 +239,7 @@ class MemoryWebSocket:
         http: 1 for HTTP/1.1, 2 for HTTP/2.
 
     Attributes:
+        tunnel: the bytes of the websocket on their way through the connection.
         headers: header fields of the response that accepted the websocket, with names in lower case.
         pings: payloads of the server's pings.
         answers_pings: False: the client sends no pongs.
@@ -248,7 +249,7 @@ class MemoryWebSocket:
         from wsproto.connection import Connection, ConnectionType
 
         self.stream = stream
-        self._tunnel = Http2Tunnel(stream) if http == 2 else Http1Tunnel(stream)
+        self.tunnel = Http2Tunnel(stream) if http == 2 else Http1Tunnel(stream)
         self.headers: dict[str, str] = {}
         self.pings: list[bytes] = []
         self.answers_pings = True
@@ -267,8 +268,8 @@ class MemoryWebSocket:
         Raises:
             WebSocketRefused: the server refused the websocket.
         """
-        rest = await self._tunnel.open(path, {"Sec-WebSocket-Version": "13", **(headers or {})})
-        self.headers = self._tunnel.headers
+        rest = await self.tunnel.open(path, {"Sec-WebSocket-Version": "13", **(headers or {})})
+        self.headers = self.tunnel.headers
         self._take(rest)
 
     async def send(self, message: str | bytes) -> None:
@@ -280,7 +281,7 @@ class MemoryWebSocket:
         from wsproto.events import BytesMessage, TextMessage
 
         event = TextMessage(data=message) if isinstance(message, str) else BytesMessage(data=message)
-        await self._tunnel.send_all(self._protocol.send(event))
+        await self.tunnel.send_all(self._protocol.send(event))
 
     async def receive(self) -> str | bytes:
         """Wait for the next message.
@@ -311,7 +312,7 @@ class MemoryWebSocket:
         """
         from wsproto.events import CloseConnection
 
-        await self._tunnel.send_all(self._protocol.send(CloseConnection(code=code, reason=reason)))
+        await self.tunnel.send_all(self._protocol.send(CloseConnection(code=code, reason=reason)))
         return await self.closed()
 
     async def closed(self) -> WebSocketClosed:
@@ -332,7 +333,7 @@ class MemoryWebSocket:
 
     async def half_close(self) -> None:
         """Announce that no more bytes will be sent."""
-        await self._tunnel.send_eof()
+        await self.tunnel.send_eof()
 
     async def send_raw(self, data: bytes) -> None:
         """Send bytes that this client did not encode.
@@ -340,12 +341,12 @@ class MemoryWebSocket:
         Args:
             data: bytes, such as a malformed frame.
         """
-        await self._tunnel.send_all(data)
+        await self.tunnel.send_all(data)
 
     async def receive_raw(self) -> bytes:
         """Return bytes that this client has not decoded. They are empty after the end of the connection or stream."""
         try:
-            return await self._tunnel.receive_some()
+            return await self.tunnel.receive_some()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return b""
 
@@ -354,7 +355,7 @@ class MemoryWebSocket:
     async def _answer(self, replies: bytes) -> None:
         if replies:
             try:
-                await self._tunnel.send_all(replies)
+                await self.tunnel.send_all(replies)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return
 

@@ -172,17 +172,20 @@ class FramedWebSocket(WebSocket):
         reader = self._reader
         message_count = reader.message_count
         may_have_more = False
+        broken: Broken | None = None
         try:
             may_have_more = reader.parse(self._received_at)
         except Broken as error:
-            self._break_off(error)
+            broken = error
         if reader.replies:
             self._push(reader.replies)
             reader.replies = bytearray()
         if reader.message_count != message_count:
             self._message_at = self._received_at
             self._tally.websocket_messages_received_total += reader.message_count - message_count
-        if reader.pace is not None and reader.pace.deadline < self._nap.deadline:
+        if broken is not None:
+            self._break_off(broken)
+        elif reader.pace is not None and reader.pace.deadline < self._nap.deadline:
             self._nap.deadline = reader.pace.deadline
         if reader.closed_by_client and not self.is_over:
             self.is_over = True

@@ -7,7 +7,6 @@ from collections import deque
 
 from wsproto.connection import Connection, ConnectionState, ConnectionType
 from wsproto.events import BytesMessage, CloseConnection, Ping, TextMessage
-from wsproto.utilities import RemoteProtocolError
 
 from trioserve.contracts.errors import Overloaded
 from trioserve.http.body_budget import BodyBudget
@@ -21,7 +20,7 @@ __all__ = ["Broken", "MessageReader", "UnreadMessages"]
 FRAMES_A_PIECE_MAX = 64
 MERGED_BYTES_MAX = 4096  # Pieces of a message are joined up to this size.
 MESSAGE_COST_BYTES = 128  # An empty message in the queue takes about this memory.
-PROTOCOL_ERROR, POLICY, TOO_BIG, TRY_LATER = 1002, 1008, 1009, 1013
+POLICY, TOO_BIG, TRY_LATER = 1008, 1009, 1013
 
 
 class Broken(Exception):
@@ -174,24 +173,23 @@ class MessageReader:
             Broken: the client broke the protocol or a limit.
         """
         count = 0
-        try:
-            for event in itertools.islice(self._protocol.events(), FRAMES_A_PIECE_MAX):
-                count += 1
-                if isinstance(event, (TextMessage, BytesMessage)):
-                    self._add_piece(event, now)
-                elif isinstance(event, CloseConnection):
-                    self.closed_by_client = True
-                    if self._protocol.state is ConnectionState.REMOTE_CLOSING:
-                        self.replies += self._protocol.send(event.response())
-                    return False
-                else:
-                    self._count_frame(now)
-                    if isinstance(event, Ping) and not self.is_closing:
-                        self.replies += self._protocol.send(event.response())
-        except RemoteProtocolError as error:
-            hint = error.event_hint
-            close_code = int(hint.code) if isinstance(hint, CloseConnection) else PROTOCOL_ERROR
-            raise Broken(str(error), close_code=close_code, refusal=ConnectionRefusal.MALFORMED) from None
+        for event in itertools.islice(self._protocol.events(), FRAMES_A_PIECE_MAX):
+            count += 1
+            if isinstance(event, (TextMessage, BytesMessage)):
+                self._add_piece(event, now)
+            elif isinstance(event, CloseConnection):
+                if self._protocol.state in (ConnectionState.OPEN, ConnectionState.LOCAL_CLOSING):
+                    # The client has not closed: wsproto reports an error of the protocol.
+                    error_code = int(event.code)
+                    raise Broken(event.reason or "", close_code=error_code, refusal=ConnectionRefusal.MALFORMED)
+                self.closed_by_client = True
+                if self._protocol.state is ConnectionState.REMOTE_CLOSING:
+                    self.replies += self._protocol.send(event.response())
+                return False
+            else:
+                self._count_frame(now)
+                if isinstance(event, Ping) and not self.is_closing:
+                    self.replies += self._protocol.send(event.response())
         return count == FRAMES_A_PIECE_MAX
 
     def message_frame(self, message: str | bytes) -> bytes:
