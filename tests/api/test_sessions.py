@@ -185,8 +185,10 @@ async def test_name_of_a_session_may_have_any_characters() -> None:
 
 async def test_session_describes_its_turns(autojump_clock: trio.testing.MockClock) -> None:
     async with open_memory_server(**OPTIONS, session_idle_seconds=60) as server:
-        await post(server, CHAT, {"messages": HI}, session="mine")
+        await post(server, CHAT, {"messages": [{"role": "user", "content": "x" * 100}]}, session="mine")
         await trio.sleep(2)
+        retained_count = server.engine.stats().blocks_retained
+        assert retained_count > 100 // server.engine.core.settings.block_size
         [shown] = (await (await server.client().get("/v1/sessions")).json())["data"]
         assert shown == {
             "id": "mine",
@@ -197,6 +199,7 @@ async def test_session_describes_its_turns(autojump_clock: trio.testing.MockCloc
             "idle_seconds": pytest.approx(2, abs=0.1),
             "idle_seconds_max": 60.0,
             "retention_seconds": 300.0,
+            "blocks": retained_count,
         }
         await trio.sleep(60)
         assert names(server) == []

@@ -116,6 +116,15 @@ class Sessions:
     def get(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
 
+    def retained_count(self, session_id: str) -> int:
+        """Return how many blocks a session retains. 0 for an unknown session.
+
+        Args:
+            session_id: id of any session.
+        """
+        session = self._sessions.get(session_id)
+        return 0 if session is None else len({listing for chain in session.chains for listing in chain.listings})
+
     def advance(self, now: float) -> None:
         """Note the time, and end the preference of sessions that were idle for too long.
 

@@ -100,6 +100,11 @@ class LiveSession:
         """True if no turn is in flight, and no scope owns the session."""
         return self.idle_seconds is not None and not self.turns
 
+    @property
+    def retained_block_count(self) -> int:
+        """Number of cached blocks that the prefix cache prefers to keep for the session."""
+        return self._table.retained_block_count(self)
+
     def retain(self, retention: Retention) -> None:
         """Change how the prefix cache keeps the session's blocks. No effect if the session has ended.
 
@@ -323,6 +328,14 @@ class SessionTable:
     def _note_use(self, session: LiveSession) -> None:
         session.used_at = trio.current_time()
         self._sessions[session.id] = self._sessions.pop(session.id)
+
+    def retained_block_count(self, session: LiveSession) -> int:
+        """See `LiveSession.retained_block_count`.
+
+        Args:
+            session: the session.
+        """
+        return self._core.sessions.retained_count(session.id)
 
     # --- ending ---
 

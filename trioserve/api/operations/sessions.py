@@ -32,6 +32,7 @@ class ShownSession(Response, tag_field="object", tag="session"):
         idle_seconds: time since its last request began or ended.
         idle_seconds_max: time without requests after which the session ends. null: it ends with its connection.
         retention_seconds: time without requests in which the prefix cache prefers to keep its blocks.
+        blocks: blocks that it prefers to keep now.
     """
 
     id: str
@@ -41,6 +42,7 @@ class ShownSession(Response, tag_field="object", tag="session"):
     idle_seconds: float
     idle_seconds_max: float | None
     retention_seconds: float
+    blocks: int
 
 
 class ShownSessions(Response, tag_field="object", tag="list"):
@@ -67,6 +69,7 @@ def _shown(session: LiveSession, now: float) -> ShownSession:
         idle_seconds=round(now - session.used_at, 3),
         idle_seconds_max=session.idle_seconds,
         retention_seconds=session.retention.idle_seconds,
+        blocks=session.retained_block_count,
     )
 
 
