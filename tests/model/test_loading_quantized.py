@@ -18,9 +18,10 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.fingerprint import weights_name
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.names import TRANSFORMERS, outside_name
-from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.stored_tensor import FP8_ROWS, StoredTensor
 from trioserve.model.packed_weights import weight_format
 from trioserve.model.torch_formats import as_tensor
+from trioserve_kernels.fp8 import fp8_weight_of_blocks
 from trioserve_kernels.native import NoNativeKernels, WeightMemory, load_library
 from trioserve_kernels.structs import BLOCK_FORMATS, WeightFormat
 
@@ -64,9 +65,11 @@ def meant_by_name(directory: Path, meant: dict[str, torch.Tensor]) -> dict[str, 
 
 
 def numbers_of_blocks(tensor: StoredTensor) -> np.ndarray:
-    """Decode blocks to float32, as kernels/cpu/quantized.h describes them."""
+    """Decode blocks to float32, as kernels/cpu/quantized.h describes them, or rows of FP8."""
     assert tensor.read_blocks is not None
     assert tensor.block_type is not None
+    if tensor.block_type == FP8_ROWS:
+        return fp8_weight_of_blocks(torch.from_numpy(tensor.read_blocks())).numbers(torch.float32).numpy()
     blocks = tensor.read_blocks().reshape(tensor.shape[0], tensor.shape[1] // 32, -1)
     is_half, bits = tensor.block_type.endswith("_0"), int(tensor.block_type[1])
     head = 2 if is_half else 8
@@ -98,7 +101,7 @@ def test_all_variants_of_quantized_checkpoints_are_tested(tiny_quantized: Module
 
 
 @pytest.mark.parametrize("variant", ALL)
-def test_blocks_of_native_kernels_encode_the_numbers_of_the_file(variant: str, written: Callable[..., Written]) -> None:
+def test_blocks_encode_the_numbers_of_the_file(variant: str, written: Callable[..., Written]) -> None:
     directory, meant = written(variant)
     expected = meant_by_name(directory, meant)
     kept = {}
@@ -108,14 +111,15 @@ def test_blocks_of_native_kernels_encode_the_numbers_of_the_file(variant: str, w
             np.testing.assert_array_equal(numbers_of_blocks(tensor), expected[tensor.name].numpy())
     half = {"gptq-4": "Q4_0", "gptq-4-row": "Q4_0", "packed-4-half": "Q4_0", "gptq-8": "Q8_0"}
     wide = "Q8_F32" if "8" in variant and variant != "awq-128" else "Q4_F32"
-    if "order" in variant or "fp8" in variant or "float8" in variant or variant == "fbgemm":
+    if "order" in variant or "8-block" in variant:
         assert not kept
     else:
+        is_fp8 = "fp8" in variant or "float8" in variant or variant == "fbgemm"
         assert len(kept) == 7
-        assert set(kept.values()) == {half.get(variant, wide)}
+        assert set(kept.values()) == {FP8_ROWS if is_fp8 else half.get(variant, wide)}
 
 
-@pytest.mark.parametrize("variant", ("awq-32", "gptq-4", "packed-4-asym", "fp8-block"))
+@pytest.mark.parametrize("variant", ("awq-32", "gptq-4", "packed-4-asym", "fp8-block", "float8-channel"))
 @pytest.mark.parametrize("kind", ("phi3", "cohere", "qwen2"))
 def test_quantized_joint_matrices_reordered_rows_and_biases_are_read(
     kind: str, variant: str, tiny_quantized: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
@@ -209,7 +213,7 @@ def logprobs_of(step_driver: ModuleType, path: Path, **options: Any) -> torch.Te
     return torch.tensor([entry.logprob for entry in entries])
 
 
-@pytest.mark.parametrize("variant", ("awq-128", "gptq-4-order", "packed-8-asym", "fp8-block"))
+@pytest.mark.parametrize("variant", ("awq-128", "gptq-4-order", "packed-8-asym", "fp8-block", "float8-channel"))
 def test_quantized_model_equals_the_plain_model_with_the_encoded_numbers(
     variant: str,
     cpu_kernels: str,

@@ -1,6 +1,8 @@
-"""Tests of 4-bit weights that torch keeps if its kernels can multiply with them, as Triton's kernels on a GPU can.
+"""Tests of 4-bit and FP8 weights that torch keeps. 4-bit weights are kept if the kernels can multiply with them, as
+Triton's kernels on a GPU can.
 
-In these tests, plain kernels replace Triton's kernels. Results equal those of the dequantized weights in every bit.
+In these tests, plain kernels replace Triton's kernels. With 4 bits, results equal those of the dequantized weights in
+every bit.
 """
 
 from __future__ import annotations
@@ -10,14 +12,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.model import torch_step_model
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve_kernels import reference_fused
+from trioserve_kernels.fp8 import FP8_LARGEST, fp8_linear, fp8_weight_of_blocks, join_fp8, why_not_fp8
 
+PROMPT = [(7 * index) % 300 + 5 for index in range(24)]
 KEPT = ("awq-128", "gptq-4", "gptq-4-asym", "gptq-4-v2", "packed-4", "packed-4-half", "packed-4-asym")
 NOT_KEPT = ("gptq-4-order", "gptq-8", "packed-8", "float8-tensor")
 
@@ -92,3 +99,97 @@ def test_unsupported_quantization_on_a_gpu_is_refused(load: Callable[..., ModelR
         ModelSettings(device="cuda", gpu_kernels="torch", quantization="file")
     with pytest.raises(StartupError, match="only the native kernels compute"):
         ModelSettings(device="cuda", gpu_kernels="triton", quantization="int4")
+
+
+@pytest.fixture
+def load_fp8(load: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelRunner]:
+    """Function load_fp8(kind, variant) that returns a runner with quantization "file", as on a GPU."""
+    settle = torch_step_model._kept_types
+
+    def as_on_gpu(settings: ModelSettings, *arguments: Any) -> dict[str, str]:
+        return settle(msgspec.structs.replace(settings, device="cuda", quantization="file"), *arguments)
+
+    def loaded(kind: str, variant: str) -> ModelRunner:
+        with monkeypatch.context() as changed:
+            changed.setattr(torch_step_model, "_kept_types", as_on_gpu)
+            return load(kind, variant, "auto")
+
+    return loaded
+
+
+@pytest.mark.parametrize("variant", ("float8-tensor", "float8-channel", "fbgemm"))
+def test_fp8_weights_give_logprobs_near_those_of_dequantized_weights(
+    variant: str, load: Callable[..., ModelRunner], load_fp8: Callable[..., ModelRunner], step_driver: Any
+) -> None:
+    def logprobs(runner: ModelRunner) -> torch.Tensor:
+        driver = step_driver.StepDriver(runner)
+        driver.add("a", PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
+        entries = driver.step({"a": len(PROMPT)}).prompt_logprobs["a"]
+        return torch.tensor([entry.logprob for entry in entries])
+
+    kept, dense = load_fp8("llama-wide", variant), load("llama-wide", variant, "none")
+    assert "weights kept as file" in kept.computed_by
+    assert kept.step_weight_bytes < 0.7 * dense.step_weight_bytes
+    got, wanted = logprobs(kept), logprobs(dense)
+    # Inputs are rounded to 3 bits of mantissa, in a model of random weights whose logits have a deviation of 2.
+    assert 0 < (got - wanted).abs().mean() < 0.3
+
+
+def test_fp8_weights_with_a_scale_for_each_block_are_dequantized(load_fp8: Callable[..., ModelRunner]) -> None:
+    with pytest.raises(StartupError, match="none in FP8 with a scale for each matrix or row"):
+        load_fp8("llama-wide", "fp8-block")
+
+
+@pytest.mark.parametrize(
+    "dtype, options, why",
+    (
+        ("float16", {}, "dtype is float16"),
+        ("bfloat16", {"batch_invariant": True}, "batch_invariant is set"),
+        ("bfloat16", {}, "compute capability 8.6"),
+    ),
+)
+def test_fp8_weights_that_cannot_be_multiplied_are_refused(
+    dtype: Any, options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    settings = ModelSettings(device="cuda", gpu_kernels="triton", quantization="file", **options)
+    types = {"layers.0.q_proj.weight": "F8_E4M3"}
+    with pytest.raises(StartupError, match=f"{why}.*use quantization none"):
+        torch_step_model._kept_types(settings, dtype, reference_fused, types, torch.device("cuda"))
+    experts = {"layers.0.experts.1.up_proj.weight": "F8_E4M3"}
+    with pytest.raises(StartupError, match="no weights"):
+        torch_step_model._kept_types(settings, dtype, reference_fused, experts, torch.device("cuda"))
+
+
+def test_fp8_product_equals_that_of_the_rounded_numbers() -> None:
+    """Rows of very different sizes, a row of zeros, and rows with infinity or NaN, which change no other row."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(6, 64, generator=generator) * torch.tensor([1e-6, 1.0, 1e4, 0.0, 1.0, 1.0])[:, None]
+    values = values.to(torch.bfloat16)
+    values[4, 3], values[5, 7] = float("inf"), float("nan")
+    rows = torch.randn(48, 64, generator=generator)
+    scales = rows.abs().amax(-1) / FP8_LARGEST
+    codes = (rows / scales[:, None]).to(torch.float8_e4m3fn)
+    blocks = torch.cat((scales[:, None].view(torch.uint8), codes.view(torch.uint8)), -1)
+    weight = join_fp8([fp8_weight_of_blocks(blocks[:16]), fp8_weight_of_blocks(blocks[16:])])
+    torch.testing.assert_close(weight.numbers(torch.float32), rows, rtol=0.07, atol=0.02)
+    bias = torch.randn(48, generator=generator).to(torch.bfloat16)
+    got = fp8_linear(values, weight, bias)
+    factors = values[:4].float().abs().amax(-1, keepdim=True).clamp(min=1e-30) * (1 / FP8_LARGEST)
+    rounded = (values[:4].float() / factors).to(torch.float8_e4m3fn).float() * factors
+    wanted = (rounded @ weight.numbers(torch.float32).t()).to(torch.bfloat16) + bias
+    torch.testing.assert_close(got[:4], wanted, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(got[3], bias)
+    assert not got[4:].isfinite().any()
+
+
+def test_fp8_is_refused_if_torch_multiplies_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not_fp8(torch.device("cpu")) is None
+    monkeypatch.setattr(torch, "_scaled_mm", lambda codes, weight, **_: torch.ones(len(codes), weight.shape[1]))
+    assert why_not_fp8(torch.device("cpu")) == "torch's FP8 product gives a wrong result"
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel\nmore lines")
+
+    monkeypatch.setattr(torch, "_scaled_mm", fails)
+    assert why_not_fp8(torch.device("cpu")) == "torch's FP8 product fails: no kernel"

@@ -31,6 +31,7 @@ from trioserve.model.layers import (
     Sinks,
     temperature_factors,
 )
+from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.mlp import Experts, Mlp
 from trioserve.model.model_config import LayerPart, ModelConfig
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
@@ -39,6 +40,7 @@ from trioserve.model.step_tensors import StepTensors
 from trioserve.model.streams import LayerStreams, Streams
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
+from trioserve_kernels.fp8 import Fp8Weight
 
 __all__ = ["Decoder"]
 
@@ -188,6 +190,8 @@ class _Layer:
             named = {f"{name}.{module}": size for module, size in outputs.items()}
             kept = {block_types.get(f"{each}.weight") for each in named}
             block_type = kept.pop() if len(kept) == 1 else None
+            if block_type == FP8_ROWS and not Fp8Weight.fits(inputs, sum(named.values())):
+                block_type = None
             return Linear(
                 inputs, named, bias=has_bias, dtype=dtype, device=device, kernels=kernels, block_type=block_type
             )
@@ -367,7 +371,8 @@ class Decoder:
         kernels: kernels that compute.
         dtype: number format.
         device: device of weights and tensors.
-        block_types: block types of the matrices that stay in 4 bits, by name. The kernels multiply with 4-bit blocks.
+        block_types: block types of the matrices that stay in 4 bits or in FP8, by name. The kernels multiply with 4-bit
+            blocks.
         collectives: connection to the ranks that have the other shards of the model. None if this process has the
             whole model.
     """

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.model.layer_config import AttentionConfig, RotaryConfig, Temperature
+from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.model_config import ModelConfig, RankPart
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.shares import vocab_runs
@@ -20,6 +21,7 @@ from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
+from trioserve_kernels.fp8 import Fp8Weight, fp8_linear, fp8_weight_of_blocks, join_fp8
 
 __all__ = [
     "RankVocabulary",
@@ -100,8 +102,8 @@ class Linear:
         dtype: number format of weights, inputs and outputs.
         device: device of the weights.
         kernels: kernels that multiply. None selects the products of torch.
-        block_type: block type of all projections in the checkpoint, if W stays in 4 bits, see four_bits.py. None: W has
-            the dtype.
+        block_type: block type of all projections in the checkpoint, if W stays in 4 bits (four_bits.py) or in FP8
+            (fp8.py). None: W has the dtype.
 
     Attributes:
         parts: number of outputs of each projection, by its name.
@@ -121,7 +123,8 @@ class Linear:
         self._block_type = block_type
         self._four_bit_linear = reference.four_bit_linear if kernels is None else kernels.four_bit_linear
         self._four_bit_parts: dict[str, FourBitWeight] = {}
-        self._four_bits: FourBitWeight | None = None
+        self._fp8_parts: dict[str, Fp8Weight] = {}
+        self._blocks: FourBitWeight | Fp8Weight | None = None
         self._linear = reference.linear if kernels is None else kernels.linear
         self.inputs = inputs
         self.parts = dict(outputs)
@@ -138,10 +141,10 @@ class Linear:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes by which W in 4 bits is smaller than W in the dtype."""
-        if self._four_bits is None:
+        """Bytes by which W in 4 bits or FP8 is smaller than W in the dtype."""
+        if self._blocks is None:
             return 0
-        return self.outputs * self.inputs * self._dtype.itemsize - self._four_bits.byte_count
+        return self.outputs * self.inputs * self._dtype.itemsize - self._blocks.byte_count
 
     def slots(self) -> Iterator[TensorSlot]:
         first = 0
@@ -175,8 +178,10 @@ class Linear:
         Returns:
             [n, out].
         """
-        if self._four_bits is not None:
-            outputs = self._four_bit_linear(values, self._four_bits, self._bias)
+        if isinstance(self._blocks, Fp8Weight):
+            outputs = fp8_linear(values, self._blocks, self._bias)
+        elif self._blocks is not None:
+            outputs = self._four_bit_linear(values, self._blocks, self._bias)
         else:
             assert self._weight is not None, "a linear layer was called before its weight was loaded"
             product = _packed_product if self._packed else functional.linear
@@ -186,11 +191,19 @@ class Linear:
         return outputs
 
     def _fill_blocks(self, block_type: str, name: str, blocks: Tensor) -> None:
-        """Store the 4-bit blocks of one projection. The weight is complete after the last projection."""
-        self._four_bit_parts[name] = weight_of_blocks(block_type, blocks.to(self._device))
+        """Store the blocks of one projection. The weight is complete after the last projection."""
+        blocks = blocks.to(self._device)
+        if block_type == FP8_ROWS:
+            self._fp8_parts[name] = fp8_weight_of_blocks(blocks)
+        else:
+            self._four_bit_parts[name] = weight_of_blocks(block_type, blocks)
         self._missing.discard(name)
-        if not self._missing:
-            self._four_bits = join([self._four_bit_parts.pop(each) for each in self.parts])
+        if self._missing:
+            return
+        if block_type == FP8_ROWS:
+            self._blocks = join_fp8([self._fp8_parts.pop(each) for each in self.parts])
+        else:
+            self._blocks = join([self._four_bit_parts.pop(each) for each in self.parts])
 
     def _fill(self, name: str, first: int, tensor: Tensor) -> None:
         """Copy the rows of one projection. The weight is complete after the last projection.

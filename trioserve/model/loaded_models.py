@@ -30,6 +30,7 @@ from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import StepModel
 from trioserve.model.weights import fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
+from trioserve_kernels.structs import BLOCK_FORMATS
 
 if TYPE_CHECKING:
     from trioserve.model.vision_tower import VisionTower
@@ -243,7 +244,8 @@ def _make_model(
     if device == "cpu" and settings.cpu_kernels != "torch":
         reason = why_not_native(config, dtype)
         if reason is None:
-            quantization = settle_quantization(settings.quantization, block_types, dtype=dtype)
+            native_types = {name: kind for name, kind in block_types.items() if kind in BLOCK_FORMATS}
+            quantization = settle_quantization(settings.quantization, native_types, dtype=dtype)
             try:
                 library = load_library(on_compile=on_compile)
                 return NativeModel(
@@ -253,7 +255,7 @@ def _make_model(
                     block_size=settings.block_size,
                     thread_count=settings.threads or default_thread_count(),
                     quantization=quantization,
-                    block_types=block_types,
+                    block_types=native_types,
                     batch_invariant=settings.batch_invariant,
                     kv_format=kv_format_of(settings),
                     collectives=collectives,

@@ -23,6 +23,7 @@ from trioserve.model.device import DeviceType, default_thread_count, set_torch_t
 from trioserve.model.device_sampler import DeviceSampler, reach_end
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import LatentAttentionConfig
+from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_format_of
 from trioserve.model.parallel.collectives import Collectives
@@ -48,6 +49,7 @@ from trioserve.model.torch_formats import TORCH_DTYPES, PinnedStaging, Sending, 
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels, why_not_triton
 from trioserve_kernels.four_bits import BLOCK_TYPES
+from trioserve_kernels.fp8 import why_not_fp8
 from trioserve_kernels.kv_format import CODED_DTYPES
 from trioserve_kernels.reference import linear_by_head
 from trioserve_kernels.reference_invariant import ROW_TILE, differing_attended_rows, differing_rows
@@ -67,7 +69,7 @@ class TorchStepModel:
         device: device that computes.
         kernels: kernels that compute. None uses the kernels that the settings select.
         block_types: block types of the checkpoint's quantized matrices, by name. 4-bit matrices stay in 4 bits if the
-            kernels can multiply with them.
+            kernels can multiply with them, and FP8 matrices stay in FP8 if quantization is "file".
         collectives: connection to the other ranks, if config describes a shard. Each rank must compute the same steps.
 
     Raises:
@@ -93,13 +95,14 @@ class TorchStepModel:
                 "batch_invariant is set, but in plain torch the sums of layers that keep a state depend on how a "
                 "prompt is divided into chunks: use the native kernels, on a CPU"
             )
-        four_bits = _four_bits(settings, dtype, kernels, block_types or {})
+        place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        kept_types = _kept_types(settings, dtype, kernels, block_types or {}, place)
         set_torch_threads(settings)
         self.config = config
         self.dtype: Dtype = dtype
         self.device: DeviceType = device
         self.tapped_layers: tuple[int, ...] = ()
-        self._keeps_weights = bool(four_bits)
+        self._keeps_weights = bool(kept_types)
         self._settings = settings
         self._storage: KVStorage[Tensor] | None = None
         self._states: StateStorage[Tensor] | None = None
@@ -107,10 +110,9 @@ class TorchStepModel:
         self._kept_ids: Tensor | None = None
         self._sampler: DeviceSampler | None = None  # Only with fused kernels.
         self._adapters: dict[AdapterId, TorchAdapter] = {}
-        place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._kernel_name = kernels.NAME
         self._model: Decoder | None = Decoder(
-            config, kernels, dtype=TORCH_DTYPES[dtype], device=place, block_types=four_bits, collectives=collectives
+            config, kernels, dtype=TORCH_DTYPES[dtype], device=place, block_types=kept_types, collectives=collectives
         )
         self._is_alone = config.part is None or config.part.size == 1
         if config.has_latents and kernels.FUSED and settings.batch_invariant:
@@ -466,25 +468,44 @@ def _why_not_launched(config: ModelConfig) -> str | None:
     return None
 
 
-def _four_bits(
-    settings: ModelSettings, dtype: Dtype, kernels: Kernels, block_types: Mapping[str, str]
+def _kept_types(
+    settings: ModelSettings, dtype: Dtype, kernels: Kernels, block_types: Mapping[str, str], device: torch.device
 ) -> dict[str, str]:
-    """Return the block types of matrices that stay in 4 bits, by name.
+    """Return the block types of matrices that stay in 4 bits or in FP8, by name.
 
-    As with the native kernels, quantization "auto" keeps 4-bit matrices unless the dtype is float32.
+    As with the native kernels, quantization "auto" keeps 4-bit matrices unless the dtype is float32. It dequantizes FP8
+    matrices, because their products round the inputs to FP8, too.
 
     Raises:
-        StartupError: quantization is "file", and the checkpoint has no 4-bit weights.
+        StartupError: quantization is "file", and the checkpoint has no weights that can be kept.
     """
     if not kernels.KEEPS_FOUR_BITS or settings.quantization == "none":
         return {}
     kept = {name: kind for name, kind in block_types.items() if kind in BLOCK_TYPES}
-    if settings.quantization == "file" and not kept:
-        raise StartupError(
-            "quantization is file, but the checkpoint has no weights of 4 bits that can be kept on a GPU: use none, "
-            "or an AWQ, GPTQ or compressed-tensors checkpoint"
-        )
+    if settings.quantization == "file":
+        # FP8 experts are dequantized, because grouped products have no FP8.
+        fp8 = {name: kind for name, kind in block_types.items() if kind == FP8_ROWS and ".experts." not in name}
+        if fp8 and (reason := _why_no_fp8(settings, dtype, device)) is not None:
+            raise StartupError(
+                f"quantization is file, and FP8 weights cannot be kept: {reason}; use quantization none, which "
+                "dequantizes them"
+            )
+        kept |= fp8
+        if not kept:
+            raise StartupError(
+                "quantization is file, but the checkpoint has no weights of 4 bits that can be kept on a GPU, and none "
+                "in FP8 with a scale for each matrix or row: use none, or an AWQ, GPTQ or compressed-tensors checkpoint"
+            )
     return {} if settings.quantization == "auto" and dtype == "float32" else kept
+
+
+def _why_no_fp8(settings: ModelSettings, dtype: Dtype, device: torch.device) -> str | None:
+    """Return the reason why FP8 weights cannot be multiplied here, as a sentence. None: they can."""
+    if dtype != "bfloat16":
+        return f"their products are computed in bfloat16, and dtype is {dtype}"
+    if settings.batch_invariant:
+        return "batch_invariant is set, and torch's FP8 products depend on the batch"
+    return why_not_fp8(device)
 
 
 def _check_places(model: Decoder) -> None:

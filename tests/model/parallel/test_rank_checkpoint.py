@@ -12,7 +12,7 @@ import pytest
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.gguf_checkpoint import dequantize
 from trioserve.model.loading.names import tensor_shapes
-from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.stored_tensor import FP8_ROWS, StoredTensor
 from trioserve.model.number_formats import Float32Array
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 
@@ -130,7 +130,7 @@ def test_quantized_blocks_are_kept_unless_a_shard_border_divides_a_block(
         assert (values_of(o_proj) == expect).all()
 
 
-@pytest.mark.parametrize("variant", ["awq-32", "gptq-4", "fp8-block"])
+@pytest.mark.parametrize("variant", ["awq-32", "gptq-4", "fp8-block", "float8-channel"])
 def test_quantized_matrices_of_safetensors_are_divided_among_ranks(
     tiny_checkpoint: Checkpoints, tiny_quantized: ModuleType, tmp_path: Path, variant: str
 ) -> None:
@@ -147,4 +147,7 @@ def test_quantized_matrices_of_safetensors_are_divided_among_ranks(
         if tensor.read_blocks is not None:
             reads = [part[name].read_blocks for part in parts]
             blocks = [read() for read in reads if read is not None]
+            if axis == 1 and tensor.block_type == FP8_ROWS:  # Each rank has the scale of the row.
+                assert all((block[:, :4] == tensor.read_blocks()[:, :4]).all() for block in blocks)
+                blocks[1:] = [block[:, 4:] for block in blocks[1:]]
             assert (np.concatenate(blocks, axis) == tensor.read_blocks()).all(), name

@@ -22,7 +22,15 @@ import numpy.typing as npt
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.names import Shape, TensorPlace
 from trioserve.model.loading.quantization_config import StorageScheme
-from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, SLICE_VALUES, Bytes, FileTensor, StoredTensor
+from trioserve.model.loading.stored_tensor import (
+    FP8_ROWS,
+    FP8_SCALE_BYTES,
+    PLAIN_DTYPES,
+    SLICE_VALUES,
+    Bytes,
+    FileTensor,
+    StoredTensor,
+)
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values, values_of
 
 __all__ = ["Mxfp4Matrix", "mxfp4_matrices", "QuantizedMatrix", "quantized_matrices"]
@@ -293,7 +301,9 @@ class QuantizedMatrix:
 
     @property
     def _block_type(self) -> str | None:
-        """Block type in structs.BLOCK_FORMATS that can store the matrix without loss, or None."""
+        """Block type in structs.BLOCK_FORMATS that can store the matrix without loss, or FP8_ROWS, or None."""
+        if self._is_float and self._scheme.blocks is None and self._group_count == 1:
+            return FP8_ROWS
         if self._is_float or self._scheme.has_order or self._inputs % BLOCK_VALUES or self._group % BLOCK_VALUES:
             return None
         is_half = self._scheme.is_symmetric and self._scales.storage == "F16"
@@ -323,9 +333,16 @@ class QuantizedMatrix:
         return np.repeat(groups, self._group, axis=1)[:, : self._inputs]
 
     def _read_blocks(self, block_type: str, place: TensorPlace) -> Bytes:
-        """Return blocks for the native kernels, uint8 [rows, bytes of a row], see kernels/cpu/quantized.h."""
+        """Return blocks for the native kernels, uint8 [rows, bytes of a row], see kernels/cpu/quantized.h. Return rows
+        as FP8_ROWS defines them if that is the block type.
+        """
         count, bits = place.rows_shape[0], self._scheme.bits
         rows = self._rows(place.first_row, count)
+        if block_type == FP8_ROWS:
+            given = np.empty((count, FP8_SCALE_BYTES + self._inputs), dtype=np.uint8)
+            given[:, :FP8_SCALE_BYTES] = rows.scales.view(np.uint8)
+            given[:, FP8_SCALE_BYTES:] = rows.codes(0, count)
+            return place.ordered(given)
         half = block_type.endswith("_0")
         middle = float(2 ** (bits - 1))
         if rows.group_of is not None:

@@ -28,6 +28,8 @@ __all__ = [
     "read_bytes",
     "read_plain",
     "read_sample",
+    "FP8_ROWS",
+    "FP8_SCALE_BYTES",
     "PLAIN_DTYPES",
     "STORAGE_BYTES",
     "FileTensor",
@@ -37,6 +39,9 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 SLICE_VALUES = 2**17  # Numbers in one slice, which has half a MiB in float32.
 SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2048
+FP8_ROWS = "F8_E4M3"
+"""Block type of FP8 matrices with one scale for each row: FP8_SCALE_BYTES with the scale in float32, then the codes."""
+FP8_SCALE_BYTES = 4
 
 
 class FileRows(NamedTuple):
@@ -63,7 +68,8 @@ class StoredTensor(NamedTuple):
         read: function that returns the values in a given number format, in new memory. Several threads may call it at
             the same time. It raises ModelLoadError if the file cannot be read.
         sample: function that returns evenly distributed bytes of the tensor in the file.
-        block_type: ggml's name for the type of a quantized matrix. None for a tensor that is not quantized.
+        block_type: ggml's name for the type of a quantized matrix, or a name of our own. None for a tensor that is not
+            quantized, or whose type nothing can keep.
         read_blocks: function that returns the blocks of a quantized matrix unchanged, uint8 [rows, bytes of a row].
             Like `read`, it may be called by several threads.
         rows: position of a matrix whose rows are consecutive in the file, in `dtype` or in blocks of block_type. None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.gguf import STORAGE_TYPES
-from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
+from trioserve.model.loading.stored_tensor import FP8_ROWS, FP8_SCALE_BYTES, Bytes, StoredTensor
 from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, empty_values
@@ -171,6 +171,14 @@ def _some_columns(tensor: StoredTensor, runs: Runs) -> StoredTensor:
     block_type = tensor.block_type
     if block_type is None:
         return found
+    if block_type == FP8_ROWS:
+
+        def read_rows() -> Bytes:
+            rows = _blocks_of(tensor)
+            codes = _taken(rows[:, FP8_SCALE_BYTES:], runs, axis=1)
+            return np.concatenate((rows[:, :FP8_SCALE_BYTES], codes), axis=1)
+
+        return found._replace(block_type=block_type, read_blocks=read_rows)
     block_values = _BLOCK_VALUES.get(block_type, BLOCK_VALUES)
     if any(first % block_values or count % block_values for first, count in runs):
         return found
