@@ -39,6 +39,24 @@ def test_request_gets_a_lease_at_once_while_an_endpoint_has_a_free_slot(make_rou
     assert leases(router) == {"a": 2}
 
 
+def test_preferred_endpoint_gets_the_request_only_while_it_has_a_free_slot(make_router):
+    router = make_router()
+    for id in "ab":
+        router.endpoint(id, leases_max=2)
+    router.enter(pinned="b")
+    assert router.enter(preferred=EndpointId("b")).endpoint == "b"
+    assert router.enter(preferred=EndpointId("b")).endpoint == "a"
+    assert router.enter(preferred=EndpointId("unknown")).endpoint == "a"
+
+
+def test_draining_endpoint_gets_no_request_that_prefers_it(make_router):
+    router = make_router()
+    for id in "ab":
+        router.endpoint(id, leases_max=2)
+    router.core.drain_endpoint(EndpointId("b"), router.now)
+    assert router.enter(preferred=EndpointId("b")).endpoint == "a"
+
+
 def test_released_lease_goes_to_the_oldest_waiting_request_in_the_same_call(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)

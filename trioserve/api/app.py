@@ -154,6 +154,18 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         """
         return self._serve(self.new_context(exchange))
 
+    async def serve_turn(self, exchange: Exchange, caller: Caller, handler: Handler[ContextType]) -> None:
+        """Serve one response on a connection of the caller.
+
+        Args:
+            exchange: exchange of the response.
+            caller: caller that opened the connection.
+            handler: answers the request.
+        """
+        context = self.new_context(exchange)
+        context.caller = caller
+        await self._serve(context, begin=handler)
+
     async def _serve(
         self, context: ContextType, *, is_own: bool = False, begin: Handler[ContextType] | None = None
     ) -> None:

@@ -41,6 +41,7 @@ from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.responses import descriptions as responses
 from trioserve.api.responses.background import BackgroundResponses
 from trioserve.api.responses.connection import ResponseConnections
+from trioserve.api.responses.connection_turn import connection_turns, turn_headers
 from trioserve.api.route_table import Handler, Operation, RouteTable
 from trioserve.api.server_context import ServerContext, ServerServices
 from trioserve.api.sse import encode
@@ -192,7 +193,12 @@ class App(BaseApp[ServerContext]):
         rules = self._keys.rules
         self.responses = ResponseBudget(rules.responses_bytes_max)
         self.background = BackgroundResponses(store, background or BackgroundSettings())
-        self.connections = ResponseConnections(connections or ConnectionSettings(), self._serve_turn)
+        self.connections = ResponseConnections(
+            connections or ConnectionSettings(),
+            self.serve_turn,
+            turn_headers,
+            connection_turns,
+        )
         self.batches = Batches(
             store,
             batches or BatchSettings(),
@@ -300,12 +306,6 @@ class App(BaseApp[ServerContext]):
 
     def new_context(self, exchange: Exchange) -> ServerContext:
         return ServerContext(exchange, self._services, self.server)
-
-    async def _serve_turn(self, exchange: Exchange, caller: Caller, handler: Handler[ServerContext]) -> None:
-        """Serve one response on a connection of the caller."""
-        context = self.new_context(exchange)
-        context.caller = caller
-        await self._serve(context, begin=handler)
 
     async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:
         """Serve a request that the server makes in a caller's name. The request has the lowest priority."""

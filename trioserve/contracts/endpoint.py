@@ -91,6 +91,8 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: Number of prompt tokens, counted, or estimated from the prompt's length.
         session: Conversation key that the client set. None without a session.
         pinned: The only endpoint where the request may run. None if any endpoint may serve the request.
+        preferred: Endpoint that has most of the prompt's KV, probably. The request runs there if that endpoint has a
+            free slot. None to let the policy choose.
         prefix: Hashes of the prompt's leading blocks of text, first block first, for estimates of cache hits. A block
             has about PREFIX_BLOCK_TOKENS tokens.
         blocks: Hashes of the prompt's leading KV blocks (contracts/block_hash), by block size in tokens. Includes only
@@ -109,6 +111,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     session: str | None = None
     pinned: EndpointId | None = None
+    preferred: EndpointId | None = None
     prefix: tuple[BlockHash, ...] = ()
     blocks: Mapping[int, tuple[BlockHash, ...]] = msgspec.field(default_factory=dict)
     queue_deadline: float = math.inf

@@ -14,6 +14,7 @@ from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
 from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
+from trioserve.api.limits import ConnectionSettings
 from trioserve.api.ollama.models import model_card, read_api_version, running_card
 from trioserve.api.ollama.response_types import OllamaModel, OllamaModels, OllamaRunning
 from trioserve.api.openai.models import MODEL_PATH
@@ -22,6 +23,7 @@ from trioserve.api.operations.health import Alive, NotReady, Ready, Version, rea
 from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings
+from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.route_table import Forwarding, Handler, Operation, RouteTable
 from trioserve.api.routes import OPERATIONS as ENGINE_OPERATIONS
 from trioserve.contracts.endpoint import EndpointId
@@ -38,6 +40,7 @@ from trioserve.proxy.kept_objects import KeptObjects
 from trioserve.proxy.peers.peer_watch import PEER_PATH
 from trioserve.proxy.peers.processes import Answer, OneProcess
 from trioserve.proxy.peers.retries import NoPeers
+from trioserve.proxy.response_turn import routed_turns, turn_headers
 from trioserve.proxy.router_context import RouterContext, RouterServices, RoutingRules
 from trioserve.proxy.router_feed import RouterFeed
 from trioserve.proxy.streams.continuation import LiveStreams
@@ -311,6 +314,10 @@ async def control_request(context: RouterContext) -> None:
         raise
 
 
+async def serve_connection(context: RouterContext) -> None:
+    await context.services.connections.serve(context)
+
+
 async def stream_page_events(context: RouterContext) -> None:
     assert context.services.page is not None, "the route exists only with the page"
     await context.services.page.stream(context)
@@ -338,6 +345,7 @@ FORWARDERS: dict[Forwarding, Handler[RouterContext]] = {
 OWN_HANDLERS: dict[tuple[str, str], Handler[RouterContext]] = {
     ("POST", "/v1/load_lora_adapter"): load_adapter,
     ("POST", "/v1/unload_lora_adapter"): unload_adapter,
+    ("GET", "/v1/responses"): serve_connection,
     ("GET", "/v1/models"): list_models,
     ("GET", "/v1/models/{model}"): read_model,
     ("GET", "/api/tags"): list_tags,
@@ -485,6 +493,7 @@ class RouterApp(BaseApp[RouterContext]):
         self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
         self.kept = KeptObjects()
         streams = LiveStreams()
+        connections = ResponseConnections(ConnectionSettings(), self.serve_turn, turn_headers, routed_turns)
         self._services = RouterServices(
             fleet=fleet,
             rules=rules or RoutingRules(),
@@ -494,6 +503,7 @@ class RouterApp(BaseApp[RouterContext]):
             naming=naming,
             kept=self.kept,
             streams=streams,
+            connections=connections,
             access=self._keys.rules,
             peers=peers or NoPeers(),
             page=self.page,

@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 from trioserve.api.caller import AccessRules
 from trioserve.api.request_end import outcome_of_error
 from trioserve.api.responder import TENANT_HEADER, Responder
+from trioserve.api.responses.connection import ResponseConnections
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId, Stage
 from trioserve.contracts.tracing import NO_SPAN, Span
@@ -83,6 +84,7 @@ class RouterServices:
         naming: Names the blocks of prompts. None: the routing policy does not need them.
         kept: Locations of stored objects.
         streams: Running streams that can resume at another endpoint.
+        connections: Websocket connections of the Responses API.
         access: Keys and rights of callers.
         peers: Other routers, which can resume streams of this router.
         page: Live page. None: the router has none.
@@ -98,6 +100,7 @@ class RouterServices:
     naming: PromptBlocks | None
     kept: KeptObjects
     streams: LiveStreams
+    connections: ResponseConnections
     access: AccessRules
     peers: NoPeers
     page: Page | None
@@ -115,6 +118,7 @@ class RouterContext(Responder):
     Attributes:
         client_events: Events that the client gets. They differ from the endpoint's events for a resumed stream.
         endpoint: Endpoint that got the request last.
+        preferred: Endpoint that should get the request if it has a free slot. None: the routing policy chooses.
         leg: Trace span of the current request to an endpoint.
         endpoint_path: Path that endpoints see. None: the path of the request.
         prefill_endpoint: Endpoint that computed the prompt of a disaggregated request.
@@ -125,6 +129,7 @@ class RouterContext(Responder):
         self.services = services
         self.endpoint_path: str | None = None
         self.endpoint: EndpointId | None = None
+        self.preferred: EndpointId | None = None
         self.prefill_endpoint: EndpointId | None = None
         self.leg: Span = NO_SPAN
         self.client_events = ClientEvents()

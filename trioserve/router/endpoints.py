@@ -321,7 +321,12 @@ class Endpoints:
                 return False
             return may_try(state, ticket) and (stage is not Stage.DECODE or state.id != ticket.prefilled_by)
 
-        for id in (request.pinned,) if request.pinned is not None else (ticket.prefilled_by,) if stage is None else ():
+        named: tuple[EndpointId | None, ...] = ()
+        if request.pinned is not None:
+            named = (request.pinned,)
+        elif stage is None:
+            named = (ticket.prefilled_by, request.preferred)
+        for id in named:
             state = None if id is None else self.serves(id, request.model)
             if state is not None and fits(state) and state.has_room(sequences, now):
                 return state

@@ -32,8 +32,7 @@ from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings, SilenceSettings
 from trioserve.testing.inline_work import InlineTexts
-from trioserve.testing.memory_client import MemoryClient
-from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+from trioserve.testing.memory_server import MemoryFrontend
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.interrupts import uninterrupted_context
 
@@ -45,7 +44,7 @@ SEED = 1590
 """With this seed, the policies try equal endpoints named a to f in that order."""
 
 
-class MemoryRouter:
+class MemoryRouter(MemoryFrontend):
     """A router in memory. `open_memory_router` creates it.
 
     Attributes:
@@ -65,26 +64,11 @@ class MemoryRouter:
         nursery: trio.Nursery,
         peer_watch: PeerWatch | None = None,
     ) -> None:
+        super().__init__(server, nursery)
         self.peer_watch = peer_watch
         self.dispatch = dispatch
         self.fleet = fleet
-        self.server = server
         self.metrics = metrics
-        self._nursery = nursery
-
-    def client(self, *, http: int = 1, headers: dict[str, str] | None = None) -> MemoryClient:
-        """Return a client with its own connection.
-
-        Args:
-            http: 1 for HTTP/1.1, 2 for HTTP/2.
-            headers: headers that the client sends with every request.
-        """
-        return MemoryClient(self.connect(), http=http, headers=headers)
-
-    def connect(self) -> MemoryEnd:
-        client, server_end = memory_connection()
-        self._nursery.start_soon(self.server.serve_connection, server_end)
-        return client
 
     def announce_drain(self) -> None:
         """Begin to stop, as the router does at SIGTERM. It still answers HTTP, but refuses new and queued requests."""

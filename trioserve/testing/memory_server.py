@@ -30,27 +30,23 @@ from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 from trioserve.testing.memory_websocket import MemoryWebSocket
 from trioserve.trio_tools.own_run import opened_once
 
-__all__ = ["MemoryImageServer", "MemoryServer", "open_memory_image_server", "open_memory_server"]
+__all__ = ["MemoryFrontend", "MemoryImageServer", "MemoryServer", "open_memory_image_server", "open_memory_server"]
 
 
 EngineT = TypeVar("EngineT", bound=FakeEngine | FakeImageEngine)
 AppT = TypeVar("AppT", bound=BaseApp[Any])
 
 
-class ServedInMemory(Generic[EngineT, AppT]):
-    """An engine behind an API and a front end, with clients in memory.
+class MemoryFrontend:
+    """A front end with clients in memory.
 
     Args:
-        engine: the engine.
         server: the front end.
-        app: the API.
         nursery: runs one task per connection.
     """
 
-    def __init__(self, engine: EngineT, server: FrontendServer, app: AppT, nursery: trio.Nursery) -> None:
-        self.engine = engine
+    def __init__(self, server: FrontendServer, nursery: trio.Nursery) -> None:
         self.server = server
-        self.app = app
         self._nursery = nursery
         self._clients: list[MemoryEnd] = []
 
@@ -92,6 +88,31 @@ class ServedInMemory(Generic[EngineT, AppT]):
         self._clients.append(client)
         return client
 
+    async def hang_up(self) -> None:
+        """Close the client's end of every connection."""
+        while self._clients:
+            await self._clients.pop().aclose()
+
+    @property
+    def connection_count(self) -> int:
+        return len(self._nursery.child_tasks)
+
+
+class ServedInMemory(MemoryFrontend, Generic[EngineT, AppT]):
+    """An engine behind an API and a front end, with clients in memory.
+
+    Args:
+        engine: the engine.
+        server: the front end.
+        app: the API.
+        nursery: runs one task per connection.
+    """
+
+    def __init__(self, engine: EngineT, server: FrontendServer, app: AppT, nursery: trio.Nursery) -> None:
+        super().__init__(server, nursery)
+        self.engine = engine
+        self.app = app
+
     def announce_drain(self) -> None:
         """Begin to stop, as the server does at SIGTERM. It still answers HTTP, but refuses new and queued requests."""
         self.engine.drain()
@@ -101,15 +122,6 @@ class ServedInMemory(Generic[EngineT, AppT]):
         """Stop, as the server does after its last request. It closes all connections and accepts no new connections."""
         self.engine.drain()
         self.server.drain()
-
-    async def hang_up(self) -> None:
-        """Close the client's end of every connection."""
-        while self._clients:
-            await self._clients.pop().aclose()
-
-    @property
-    def connection_count(self) -> int:
-        return len(self._nursery.child_tasks)
 
     async def assert_all_free(self) -> None:
         """Assert that no request uses a resource of the engine or of the front end.

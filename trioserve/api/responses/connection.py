@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import trio
@@ -18,7 +18,7 @@ import trio
 from trioserve.api.caller import Caller
 from trioserve.api.error_responses import Refusal, error_response, refusal
 from trioserve.api.limits import ConnectionSettings
-from trioserve.api.openai.request_types import HEADERS, decode_body
+from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responses.connection_turn import ConnectionSurface, ConnectionTurn, TurnExchange
 from trioserve.api.responses.kept_responses import KeptMemory, KeptResponses
 from trioserve.api.responses.steering import Steer, SteerEvent, failed_fields, required_input
@@ -31,21 +31,54 @@ from trioserve.http.exchange import Exchange, Headers, WebSocket
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
-    from trioserve.api.request_context import RequestContext
+    from trioserve.api.responder import Responder
 
-__all__ = ["ResponseConnections"]
+__all__ = ["NewTurn", "ResponseConnections", "Turn"]
 
 STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 QUEUE_FULL = "connection_queue_full"
 """Reason of a refusal."""
 QUEUE_RETRY_SECONDS = 1
-TURN_HEADERS = frozenset(map(str.lower, HEADERS.values()))
-"""Header fields of the connection that count for each of its responses, besides tenant and trace."""
 GOING_AWAY = 1001
 """Close code (RFC 6455, 7.4.1). OpenAI's client opens a new connection after this code."""
 
-ServeTurn = Callable[[Exchange, Caller, "Handler[RequestContext]"], Awaitable[None]]
+ServeTurn = Callable[[Exchange, Caller, "Handler[Any]"], Awaitable[None]]
 """Function that answers an exchange of an authorized caller with a handler, as any request."""
+
+
+class Turn(Protocol):
+    """One response on a connection.
+
+    Attributes:
+        stream_id: Lane of the response. None: the default lane.
+        byte_count: Size of the client's message.
+    """
+
+    stream_id: str | None
+    byte_count: int
+
+    @property
+    def exchange(self) -> Exchange:
+        """Exchange of the response."""
+
+    @property
+    def response_id(self) -> str | None:
+        """Id of the response. None until it has begun."""
+
+    def cancel(self) -> None:
+        """End the response, also if its client reads slowly."""
+
+    async def respond(self, context: Any) -> None:
+        """Generate the response and send its events.
+
+        Args:
+            context: The context of `exchange`.
+        """
+
+
+NewTurn = Callable[[TurnExchange, str | None, int, KeptResponses, dict[str, list[Steer]]], Turn]
+"""Makes the response to a message, from its exchange, its lane, its size, the responses that the connection keeps, and
+the input that waits for outputs of tool calls."""
 
 
 class ResponseConnections:
@@ -54,26 +87,38 @@ class ResponseConnections:
     Args:
         settings: Limits.
         serve: Answers the exchange of one response.
+        turn_headers: Returns the header fields that each response of a connection gets, besides the trace, from the
+            request that opened it.
+        turns: Opens the context of a connection, which has the function that makes its responses.
     """
 
-    def __init__(self, settings: ConnectionSettings, serve: ServeTurn) -> None:
+    def __init__(
+        self,
+        settings: ConnectionSettings,
+        serve: ServeTurn,
+        turn_headers: Callable[[Any], list[tuple[str, str]]],
+        turns: Callable[[Any], AbstractContextManager[NewTurn]],
+    ) -> None:
         self._settings = settings
         self._serve = serve
+        self._turn_headers = turn_headers
+        self._turns = turns
         self.memory = KeptMemory(settings.all_kept_bytes_max)
 
-    async def serve(self, context: RequestContext) -> None:
+    async def serve(self, context: Responder) -> None:
         """Accept the websocket of a request, and serve it to its end.
 
         Args:
             context: The request that opens the websocket.
         """
-        with ExitStack() as stack:
-            kept = self.memory.open(self._settings)
-            stack.callback(kept.close)
-            with suppress(Overloaded):  # Without a session, the prefix cache may evict the conversation sooner.
-                stack.enter_context(context.connection_session())
-            socket = await context.accept_websocket()
-            await _Connection(context, socket, kept, self._settings, self._serve).run()
+        kept = self.memory.open(self._settings)
+        try:
+            with self._turns(context) as new_turn:
+                socket = await context.accept_websocket()
+                headers = self._turn_headers(context)
+                await _Connection(context, socket, kept, self._settings, self._serve, headers, new_turn).run()
+        finally:
+            kept.close()
 
 
 class ClientEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,25 +144,31 @@ class _Connection:
         kept: Responses that the connection keeps.
         settings: Limits.
         serve: Answers the exchange of one response.
+        turn_headers: Header fields of each response, besides the trace.
+        new_turn: Makes the responses.
     """
 
     def __init__(
         self,
-        context: RequestContext,
+        context: Responder,
         socket: WebSocket,
         kept: KeptResponses,
         settings: ConnectionSettings,
         serve: ServeTurn,
+        turn_headers: list[tuple[str, str]],
+        new_turn: NewTurn,
     ) -> None:
         self._context = context
         self._socket = socket
         self._kept = kept
         self._settings = settings
         self._serve = serve
+        self._turn_headers = turn_headers
+        self._new_turn = new_turn
         self._lanes: set[str] = set()
-        self._waiting: deque[ConnectionTurn] = deque()
+        self._waiting: deque[Turn] = deque()
         self._waiting_bytes = 0
-        self._running: dict[str | None, ConnectionTurn] = {}
+        self._running: dict[str | None, Turn] = {}
         self._held: dict[str, list[Steer]] = {}
         self._idle = trio.Event()
         self._is_too_old = False
@@ -212,8 +263,7 @@ class _Connection:
                 reason=QUEUE_FULL,
                 retry_after_seconds=QUEUE_RETRY_SECONDS,
             )
-        exchange, session = self._exchange(raw), self._context.session
-        self._waiting.append(ConnectionTurn(exchange, lane, len(raw), self._kept, self._held, session))
+        self._waiting.append(self._new_turn(self._exchange(raw), lane, len(raw), self._kept, self._held))
         self._waiting_bytes = waiting_bytes
         self._start_ready()
 
@@ -239,18 +289,23 @@ class _Connection:
             InvalidRequest: The message is invalid, so it has no input that could be returned.
         """
         event = decode_body(raw, SteerEvent)
-        target = next((turn for turn in self._running.values() if turn.response_id == event.previous_response_id), None)
+        named = next((turn for turn in self._running.values() if turn.response_id == event.previous_response_id), None)
+        target = named if isinstance(named, ConnectionTurn) else None
         try:
             event.check()
         except InvalidRequest as error:
             return self._steer_failed(event, "invalid_input", str(error), target)
+        if named is not None and target is None:
+            return self._steer_failed(event, "steering_not_supported", "a router does not steer responses", None)
         if target is None or not target.can_be_steered:
             if target is not None and target.response is None:
                 return self._steer_failed(event, "steering_not_supported", "the response has return_partial", target)
             if target is not None or self._kept.find(event.previous_response_id) is not None:
                 return self._steer_failed(event, "response_already_completed", "the response has ended", target)
             return self._steer_failed(event, "response_not_found", "no such response runs on this connection", None)
-        pending = [steer for turn in self._running.values() for steer in turn.steers]
+        pending = [
+            steer for turn in self._running.values() if isinstance(turn, ConnectionTurn) for steer in turn.steers
+        ]
         pending += [steer for steers in self._held.values() for steer in steers]
         byte_count = len(raw) + sum(steer.byte_count for steer in pending)
         if len(pending) >= self._settings.steers_max or byte_count > self._settings.waiting_bytes_max:
@@ -274,10 +329,8 @@ class _Connection:
         Args:
             raw: The client's message.
         """
-        context = self._context
-        names = TURN_HEADERS | {context.services.tenant_header}
-        fields = [(name, value) for name, value in context.exchange.headers.items() if name in names]
-        return TurnExchange(self._socket, Headers([*fields, *context.span.headers()]), raw, context.exchange.peer)
+        headers = Headers([*self._turn_headers, *self._context.span.headers()])
+        return TurnExchange(self._socket, headers, raw, self._context.exchange.peer)
 
     # --- responses ---
 
@@ -294,8 +347,8 @@ class _Connection:
                 self._nursery.start_soon(self._work, turn)
             busy.add(turn.stream_id)
 
-    async def _work(self, turn: ConnectionTurn) -> None:
-        following: ConnectionTurn | None = turn
+    async def _work(self, turn: Turn) -> None:
+        following: Turn | None = turn
         while following is not None:
             turn = self._running[turn.stream_id] = following
             try:
@@ -309,9 +362,9 @@ class _Connection:
         if not self._running:
             self._idle.set()
 
-    async def _successor(self, turn: ConnectionTurn) -> ConnectionTurn | None:
+    async def _successor(self, turn: Turn) -> Turn | None:
         """Return the response that follows a steered response at once, if any."""
-        if not turn.steers:
+        if not isinstance(turn, ConnectionTurn) or not turn.steers:
             return None
         response = turn.response
         if response is None or response["status"] not in CONTINUABLE or self._is_too_old:

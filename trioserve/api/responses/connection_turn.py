@@ -5,13 +5,16 @@ waiting ──► its lane is free ──► run: plan, queue, generate ──�
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
 
 from trioserve.api.error_responses import ErrorResponse
+from trioserve.api.openai.request_types import HEADERS
 from trioserve.api.responses.events import Event
 from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.plan import plan_response
@@ -23,17 +26,19 @@ from trioserve.api.responses.stored_responses import CONTINUABLE
 from trioserve.api.sse import encode
 from trioserve.api.streams.resumption import Resumption
 from trioserve.api.surface import OpenAISurface
-from trioserve.contracts.errors import TrioserveError
+from trioserve.contracts.errors import Overloaded, TrioserveError
 from trioserve.contracts.output import Delta
 from trioserve.http.exchange import Exchange, HeaderFields, Headers, WebSocket
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
+    from trioserve.api.responses.connection import NewTurn
     from trioserve.engine.sessions import LiveSession
 
-__all__ = ["ConnectionSurface", "ConnectionTurn"]
+__all__ = ["ConnectionSurface", "ConnectionTurn", "TurnExchange", "connection_turns", "turn_headers"]
 
 PATH = "/v1/responses"
+TURN_HEADERS = frozenset(map(str.lower, HEADERS.values()))
 NOT_FOUND = "previous_response_not_found"
 """Code with status 400 on a websocket, as in OpenAI's API. Its status over HTTP is 404."""
 
@@ -146,8 +151,8 @@ class ConnectionTurn:
         byte_count: int,
         kept: KeptResponses,
         held: dict[str, list[Steer]],
-        session: LiveSession | None,
         *,
+        session: LiveSession | None,
         body: CreateEvent | None = None,
         steers: Sequence[Steer] = (),
     ) -> None:
@@ -225,7 +230,7 @@ class ConnectionTurn:
             0,
             self._kept,
             self._held,
-            self._session,
+            session=self._session,
             body=body,
             steers=tuple(self.steers),
         )
@@ -310,3 +315,26 @@ class ConnectionTurn:
     async def _send(self, events: list[Event], _: Delta | None = None) -> None:
         for event in events:
             await self.exchange.send(self._surface.encode(event))
+
+
+@contextmanager
+def connection_turns(context: RequestContext) -> Iterator[NewTurn]:
+    """Open a session for a connection. The context has the function that makes the connection's responses.
+
+    Args:
+        context: The request that opens the connection.
+    """
+    with ExitStack() as stack:
+        with suppress(Overloaded):  # Without a session, the prefix cache may evict the conversation sooner.
+            stack.enter_context(context.connection_session())
+        yield partial(ConnectionTurn, session=context.session)
+
+
+def turn_headers(context: RequestContext) -> list[tuple[str, str]]:
+    """Return the header fields of a connection that count for each of its responses, besides the trace.
+
+    Args:
+        context: The request that opened the connection.
+    """
+    names = TURN_HEADERS | {context.services.tenant_header}
+    return [(name, value) for name, value in context.exchange.headers.items() if name in names]

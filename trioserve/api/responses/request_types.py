@@ -136,6 +136,8 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None
     service_tier: str | None = None
+    # OpenAI's API has this field only on websockets. Routers send a message of a websocket as a request.
+    generate: bool | None = None
     # These are options of the engine, as in the other APIs.
     top_k: Int32 | None = None
     min_p: float | None = None
@@ -168,7 +170,7 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
     @property
     def generates(self) -> bool:
         """True unless the response only prepares the prompt, for a later response."""
-        return True
+        return self.generate is not False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -261,16 +263,10 @@ class CreateEvent(ResponsesBody, frozen=True, kw_only=True):
     Attributes:
         type: Kind of the message.
         stream_id: Lane of the response. It was checked before.
-        generate: False: compute the prompt, and generate nothing.
     """
 
     type: Literal["response.create"]
     stream_id: str | None = None
-    generate: bool | None = None
-
-    @property
-    def generates(self) -> bool:
-        return self.generate is not False
 
     def check(self) -> None:
         """Check rules that the types of the fields cannot express.

@@ -1,0 +1,189 @@
+"""Tests the Responses API over websockets through a router: the conversation, endpoints that break, and what leaving
+frees.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed
+
+PATH = "/v1/responses"
+ENGINE = {"response": "Hello!", "max_model_len": 2048, "block_count": 1024}
+ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
+
+
+async def create(socket: MemoryWebSocket, text: Any = "Hi", **fields: Any) -> None:
+    message = {"type": "response.create", "model": "fake", "input": text, "store": False, **fields}
+    await socket.send(json.dumps(message))
+
+
+async def until(socket: MemoryWebSocket, *kinds: str) -> Any:
+    while True:
+        event = json.loads(await socket.receive())
+        if event["type"] in kinds:
+            return event
+
+
+async def ask(socket: MemoryWebSocket, text: Any = "Hi", **fields: Any) -> Any:
+    await create(socket, text, **fields)
+    return await until(socket, *ENDS)
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item["content"])
+
+
+@pytest.fixture
+def open_router(open_setup):
+    @asynccontextmanager
+    async def opened(*, engine: dict[str, Any] | None = None, **options: Any):
+        async with open_setup(engine=ENGINE | (engine or {}), **options) as setup:
+            yield setup
+            await setup.assert_all_free()
+
+    return opened
+
+
+async def test_events_are_those_of_an_endpoint(open_router):
+    async with open_router() as setup, setup.router.websocket(PATH) as socket:
+        await create(socket)
+        kinds = []
+        while not kinds or kinds[-1] != "response.completed":
+            event = json.loads(await socket.receive())
+            assert event["sequence_number"] == len(kinds)
+            kinds.append(event["type"])
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert "response.output_text.delta" in kinds
+        assert text_of(event["response"]) == "Hello!"
+
+
+async def test_second_turn_has_the_first_one_in_its_prompt_and_runs_at_the_same_endpoint(open_router):
+    async with open_router() as setup, setup.router.websocket(PATH) as socket:
+        first = (await ask(socket, "Who are you?"))["response"]
+        tokens = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+        second = (await ask(socket, "And now?", previous_response_id=first["id"]))["response"]
+        assert second["usage"]["input_tokens"] > tokens
+        assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
+        assert [server.engine.stats().steps_total > 0 for server in setup.servers.values()].count(True) == 1
+
+
+async def test_conversation_continues_at_another_endpoint_when_its_own_one_is_gone(open_router):
+    async with open_router() as setup, setup.router.websocket(PATH) as socket:
+        first = (await ask(socket, "Who are you?"))["response"]
+        [home] = [id for id, server in setup.servers.items() if server.engine.stats().steps_total]
+        setup.unreachable.add(home)
+        await setup.servers[home].hang_up()
+        second = (await ask(socket, "And now?", previous_response_id=first["id"]))["response"]
+        assert second["status"] == "completed"
+        assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+
+
+async def test_response_resumes_at_another_endpoint_when_its_own_one_breaks(open_router):
+    async with (
+        open_router(engine={"paused": True}, failures_max=1_000_000, continuations_per_second_max=1e6) as setup,
+        setup.router.websocket(PATH) as socket,
+    ):
+        await create(socket)
+        await wait_all_tasks_blocked()
+        [first] = [id for id, count in setup.leases().items() if count]
+        [other] = [id for id in setup.servers if id != first]
+        await setup.servers[first].engine.step(3)
+        await wait_all_tasks_blocked()
+        await setup.servers[first].hang_up()
+        setup.servers[other].engine.resume()
+        with trio.fail_after(5):
+            event = await until(socket, *ENDS)
+        assert event["type"] == "response.completed"
+        assert text_of(event["response"]) == "Hello!"
+        setup.servers[first].engine.resume()
+
+
+async def test_client_that_leaves_frees_its_lease_and_the_blocks_of_its_endpoint(open_router):
+    async with open_router(engine={"paused": True}) as setup:
+        async with setup.router.websocket(PATH) as socket:
+            await create(socket)
+            await wait_all_tasks_blocked()
+            [id] = [id for id, count in setup.leases().items() if count]
+            await setup.servers[id].engine.step(2)
+            assert setup.servers[id].engine.stats().blocks_used > 0
+        await wait_all_tasks_blocked()
+        await setup.servers[id].engine.step(1)
+        assert setup.servers[id].engine.stats().blocks_used == 0
+        assert not any(setup.leases().values())
+        for server in setup.servers.values():
+            server.engine.resume()
+
+
+async def test_cancelled_response_ends_and_the_connection_goes_on(open_router):
+    async with open_router(engine={"paused": True}) as setup, setup.router.websocket(PATH) as socket:
+        await create(socket)
+        await wait_all_tasks_blocked()
+        [id] = [id for id, count in setup.leases().items() if count]
+        await setup.servers[id].engine.step(2)
+        await until(socket, "response.output_text.delta")
+        await socket.send(json.dumps({"type": "response.cancel"}))
+        event = await until(socket, *ENDS)
+        assert (event["type"], event["response"]["status"]) == ("response.incomplete", "cancelled")
+        for server in setup.servers.values():
+            server.engine.resume()
+        assert (await ask(socket))["type"] == "response.completed"
+
+
+async def test_lanes_run_side_by_side(open_router):
+    async with open_router() as setup, setup.router.websocket(PATH) as socket:
+        await create(socket, stream_id="a")
+        await create(socket, stream_id="b")
+        ended = [await until(socket, *ENDS) for _ in range(2)]
+        assert {event["stream_id"] for event in ended} == {"a", "b"}
+
+
+async def test_warm_up_generates_nothing_and_can_be_continued(open_router):
+    async with open_router() as setup, setup.router.websocket(PATH) as socket:
+        warm = (await ask(socket, "You are a pirate. " * 20, generate=False))["response"]
+        assert (warm["output"], warm["usage"]["output_tokens"]) == ([], 0)
+        next_one = (await ask(socket, "Hi", previous_response_id=warm["id"]))["response"]
+        assert next_one["usage"]["input_tokens_details"]["cached_tokens"] > 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"previous_response_id": "resp_unknown"}, 400, "previous_response_not_found"),
+        ({"model": "unknown"}, 404, "model_not_found"),
+        ({"background": True}, 400, None),
+        ({"temperature": -1}, 400, None),
+    ],
+)
+async def test_refused_message_gets_an_error_and_the_connection_goes_on(open_router, fields, status, code):
+    async with open_router() as setup, setup.router.websocket(PATH) as socket:
+        event = await ask(socket, **fields)
+        assert (event["type"], event["status"]) == ("error", status)
+        assert event["error"]["message"]
+        assert code is None or event["error"]["code"] == code
+        assert (await ask(socket))["type"] == "response.completed"
+
+
+async def test_plain_request_for_the_websocket_is_refused(open_router):
+    async with open_router() as setup:
+        response = await setup.client().get(PATH)
+        assert response.status == 426
+
+
+async def test_drained_router_ends_the_response_and_closes_the_connection(open_router):
+    async with open_router(engine={"paused": True}) as setup, setup.router.websocket(PATH) as socket:
+        await create(socket)
+        await wait_all_tasks_blocked()
+        setup.router.announce_drain()
+        for server in setup.servers.values():
+            server.engine.resume()
+        assert (await until(socket, *ENDS))["type"] == "response.completed"
+        with pytest.raises(WebSocketClosed) as closed:
+            await socket.receive()
+        assert closed.value.code == 1001

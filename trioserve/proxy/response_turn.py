@@ -1,0 +1,304 @@
+"""One response on a websocket connection to the router. An endpoint generates it for an ordinary POST request.
+
+So a response has what every routed request has: the queue, a lease, retries, and another endpoint after a failure. The
+router keeps the items of a connection's responses, and sends the whole conversation with each request. So a connection
+outlives its endpoints, because no endpoint knows the connection.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import trio
+
+from trioserve.api.openai.request_types import decode_body
+from trioserve.api.responses.connection_turn import NOT_FOUND, TurnExchange
+from trioserve.api.responses.kept_responses import KeptResponses
+from trioserve.api.responses.response_object import Item
+from trioserve.api.responses.stored_responses import CONTINUABLE
+from trioserve.api.session_fields import SESSION_HEADER
+from trioserve.api.sse import encode
+from trioserve.contracts.arguments import shown
+from trioserve.contracts.errors import InvalidRequest, TrioserveError
+from trioserve.http.exchange import Exchange, HeaderFields
+from trioserve.proxy.forwarding import forward
+from trioserve.proxy.routed_body import rewritten
+from trioserve.proxy.streams.event_splitter import EventSplitter
+
+if TYPE_CHECKING:
+    from trioserve.api.responder import Responder
+    from trioserve.api.responses.connection import NewTurn
+    from trioserve.api.responses.steering import Steer
+    from trioserve.contracts.endpoint import EndpointId
+    from trioserve.proxy.router_context import RouterContext
+
+__all__ = ["routed_turns", "turn_headers"]
+
+MISSING_CODES = frozenset({"not_found", NOT_FOUND})
+DONE = b"[DONE]"
+"""Last event of some servers. It is no JSON."""
+_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+OF_HANDSHAKE = frozenset({"connection", "content-type", "origin", "upgrade"})
+"""Header fields that concern only the request that opens a websocket. So do those that begin with "sec-"."""
+OF_MESSAGE = ("type", "stream_id")
+"""Fields that a message has, and a body has not."""
+
+
+class CreateMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a message that the router reads. The endpoint checks all others.
+
+    Attributes:
+        input: Input of the response.
+        previous_response_id: Response that it continues.
+        background: Refused on a websocket.
+        resume: Refused on a websocket.
+    """
+
+    type: Literal["response.create"]
+    input: str | list[Item] | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    resume: Any = None
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of an endpoint's event that the router reads."""
+
+    type: str
+    sequence_number: int = 0
+    item: Item | None = None
+    response: dict[str, Any] | None = None
+
+
+class Home:
+    """Endpoint that got the last request of a connection. It has most of the KV of the next one."""
+
+    def __init__(self) -> None:
+        self.endpoint: EndpointId | None = None
+
+
+class RoutedTurn:
+    """One response on a connection. It cannot be steered.
+
+    Args:
+        exchange: Exchange of the response.
+        stream_id: Lane of the response. None: the default lane.
+        byte_count: Size of the client's message.
+        kept: Responses that the connection keeps.
+        held: Empty, because there is no steering.
+        home: Endpoint of the connection.
+
+    Attributes:
+        response_id: Id of the response. None until it has begun.
+    """
+
+    def __init__(
+        self,
+        exchange: TurnExchange,
+        stream_id: str | None,
+        byte_count: int,
+        kept: KeptResponses,
+        held: dict[str, list[Steer]],
+        *,
+        home: Home,
+    ) -> None:
+        self.exchange = _EventExchange(exchange, self)
+        self.stream_id = stream_id
+        self.byte_count = byte_count
+        self.response_id: str | None = None
+        self._home = home
+        self._kept = kept
+        self._message: CreateMessage | None = None
+        self._own: list[Item] = []
+        self._earlier: list[Item] | None = []
+        self._output: list[Item] = []
+        self._begun: dict[str, Any] = {}
+        self._last_number = 0
+        self._context: RouterContext | None = None
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """End the response. Its endpoint sees a closed connection."""
+        self._is_cancelled = True
+        if self._context is not None:
+            self._context.services.fleet.dispatch.abort([self._context.request_id], owner=None)
+
+    @property
+    def unknown_id(self) -> str | None:
+        """Earlier response that the request continues, if the connection does not have it."""
+        return None if self._earlier is not None or self._message is None else self._message.previous_response_id
+
+    async def respond(self, context: RouterContext) -> None:
+        """Send the response of an endpoint, as events.
+
+        Args:
+            context: The context of `exchange`.
+        """
+        self._context = context
+        context.preferred = self._home.endpoint
+        try:
+            await forward(context)
+        except TrioserveError:
+            if not self._is_cancelled or self.response_id is None:
+                raise
+            response = {**self._begun, "status": "cancelled", "output": self._output}
+            event = {"type": "response.incomplete", "sequence_number": self._last_number + 1, "response": response}
+            await self.exchange.finish(b"data: " + encode(event) + b"\n\n")
+        finally:
+            self._home.endpoint = context.endpoint or self._home.endpoint
+
+    def body(self, message: bytes) -> bytes:
+        """Return the body for endpoints: the message with the items of the earlier responses before its own.
+
+        Args:
+            message: The client's message.
+
+        Raises:
+            InvalidRequest: The message has a field that only POST /v1/responses has.
+        """
+        read = decode_body(message, CreateMessage)
+        for name, value in (("background", read.background), ("resume", read.resume)):
+            if value:
+                raise InvalidRequest(
+                    f"{name} is set, but a response on a websocket begins and ends with its messages: leave {name} "
+                    "out, or send POST /v1/responses",
+                    param=name,
+                )
+        self._message = read
+        own = read.input if read.input is not None else []
+        self._own = [{"type": "message", "role": "user", "content": own}] if isinstance(own, str) else own
+        fields: dict[str, object] = {"stream": True}
+        without: tuple[str, ...] = OF_MESSAGE
+        if read.previous_response_id is not None:
+            before = self._kept.find(read.previous_response_id)
+            self._earlier = None if before is None else before.conversation
+        if self._earlier:
+            fields["input"] = [*self._earlier, *self._own]
+            without = (*OF_MESSAGE, "previous_response_id")
+        return rewritten(message, fields, without=without)
+
+    def note(self, event: bytes) -> None:
+        """Read an event of the response.
+
+        Args:
+            event: The event as JSON.
+        """
+        read = msgspec.json.decode(event, type=_Event)
+        self._last_number = read.sequence_number
+        if read.type == "response.created" and read.response is not None:
+            self._begun = read.response
+            self.response_id = read.response.get("id")
+        elif read.type == "response.output_item.done" and read.item is not None:
+            self._output.append(read.item)
+        elif read.response is not None and read.response.get("status") in CONTINUABLE:
+            self._keep(read.response)
+
+    def _keep(self, response: dict[str, Any]) -> None:
+        # An earlier response that only an endpoint stores is continued there, by its id.
+        if self._earlier is not None and self._message is not None:
+            items = [*self._own, *response.get("output", ())]
+            previous = self._message.previous_response_id
+            self._kept.keep(response["id"], items, previous_id=previous, earlier=self._earlier)
+
+
+class _EventExchange(Exchange):
+    """Exchange whose server-sent events become messages, without comments, names and ids.
+
+    Args:
+        inner: Exchange of the client's message.
+        turn: The response.
+    """
+
+    http_version = "1.1"
+
+    def __init__(self, inner: TurnExchange, turn: RoutedTurn) -> None:
+        self.method, self.path, self.query = inner.method, inner.path, inner.query
+        self.headers = inner.headers
+        self.peer = inner.peer
+        self._inner = inner
+        self._turn = turn
+        self._events = EventSplitter()
+        self._body: bytes | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._inner.started
+
+    async def body(self) -> bytes:
+        if self._body is None:
+            self._body = self._turn.body(await self._inner.body())
+        return self._body
+
+    async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
+        await self._inner.start(status, headers)
+        answer = msgspec.json.decode(body, type=dict[str, Any])
+        if status < 400:  # An endpoint that knows no streams has sent the whole response.
+            await self._send({"type": "response.completed", "sequence_number": 0, "response": answer})
+            return
+        error = answer.get("error", answer)
+        lacking = self._turn.unknown_id
+        if status == 404 and lacking is not None and error.get("code") in MISSING_CODES:
+            status = 400
+            error = error | {
+                "code": NOT_FOUND,
+                "param": "previous_response_id",
+                "message": f"neither this connection nor an endpoint has the response {shown(lacking)}: send the whole "
+                "input without previous_response_id",
+            }
+        await self._send({"type": "error", "status": status, "error": error})
+
+    async def start(self, status: int, headers: HeaderFields) -> None:
+        await self._inner.start(status, headers)
+
+    async def send(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        for event in _END.split(self._events.feed(data)):
+            lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+            if lines and lines != [DONE]:
+                await self._send_bytes(b"\n".join(lines))
+
+    async def finish(self, last: bytes = b"") -> None:
+        await self.send(last)
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        await self._send_bytes(encode(event))
+
+    async def _send_bytes(self, event: bytes) -> None:
+        self._turn.note(event)
+        if self._turn.stream_id is not None:
+            event = rewritten(event, {"stream_id": self._turn.stream_id})
+        await self._inner.send(event)
+
+
+@contextmanager
+def routed_turns(context: Responder) -> Iterator[NewTurn]:
+    """Open the context of a connection. It has the function that makes the connection's responses.
+
+    Args:
+        context: The request that opens the connection.
+    """
+    yield partial(RoutedTurn, home=Home())
+
+
+def turn_headers(context: Responder) -> list[tuple[str, str]]:
+    """Return the header fields of each request that a connection sends to endpoints.
+
+    All of them belong to one session, so that an endpoint prefers to keep the blocks of the connection.
+
+    Args:
+        context: The request that opened the connection.
+    """
+    trace = {name for name, _ in context.span.headers()}
+    headers = [
+        (name, value)
+        for name, value in context.exchange.headers.items()
+        if name not in OF_HANDSHAKE and not name.startswith("sec-") and name not in trace
+    ]
+    if SESSION_HEADER not in context.exchange.headers:
+        headers.append((SESSION_HEADER, f"connection-{context.request_id}"))
+    return [*headers, ("content-type", "application/json")]
