@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from trioserve.api.anthropic import response_types as messages_types
-from trioserve.api.responses import descriptions as responses_types
+from trioserve.api.responses import response_types as responses_types
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 MESSAGES = "/v1/messages"

@@ -38,7 +38,7 @@ from trioserve.api.page.page import EVENTS_PATH, INTERVAL_SECONDS_MAX, INTERVAL_
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.request_context import RequestServices
 from trioserve.api.responder import TENANT_HEADER
-from trioserve.api.responses import descriptions as responses
+from trioserve.api.responses import operations as responses
 from trioserve.api.responses.background import BackgroundResponses
 from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.responses.connection_turn import connection_turns, turn_headers

@@ -9,7 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.limits import BackgroundSettings
 from trioserve.api.responses import background
-from trioserve.api.responses.descriptions import ResponseEvent, ResponseObject
+from trioserve.api.responses.response_types import ResponseEvent, ResponseObject
 from trioserve.contracts.errors import EngineFault, StoreFull
 from trioserve.testing.fake_engine import InjectedFault
 from trioserve.testing.memory_server import open_memory_server

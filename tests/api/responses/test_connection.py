@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from trioserve.api.limits import ConnectionSettings
-from trioserve.api.responses.descriptions import ResponseEvent
+from trioserve.api.responses.response_types import ResponseEvent
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 from trioserve.testing.memory_websocket import MemoryWebSocket
 

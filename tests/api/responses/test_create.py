@@ -7,7 +7,7 @@ import pytest
 import trio
 from openai.types.responses import Response
 
-from trioserve.api.responses.descriptions import ResponseEvent, ResponseItems, ResponseObject
+from trioserve.api.responses.response_types import ResponseEvent, ResponseItems, ResponseObject
 from trioserve.contracts.errors import DiskFull
 from trioserve.store.settings import StoreSettings
 

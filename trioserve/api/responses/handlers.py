@@ -5,7 +5,7 @@ A response is stored when it is complete, before its client gets the end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.api.query import Query
@@ -14,6 +14,7 @@ from trioserve.api.responses.plan import plan_prompt, plan_response
 from trioserve.api.responses.request_types import InputTokensBody, ResponsesBody
 from trioserve.api.responses.response_object import FINAL, failed_object, item_id, item_place, response_id
 from trioserve.api.responses.response_run import ResponseRun
+from trioserve.api.responses.response_types import DeletedResponse, InputItem, InputTokens, ResponseItems
 from trioserve.api.responses.stored_responses import KIND, StoredResponse, not_found, read_stored
 from trioserve.api.streams.event_log import split_events
 from trioserve.api.streams.resumption import Resumption
@@ -161,7 +162,7 @@ async def count_input_tokens(context: ServerContext) -> None:
     turn = await plan_prompt(context, await context.body(InputTokensBody))
     with context.engine.tokenizing(owner=context.owner) as texts:
         token_ids = await texts.encode(turn.prompt(), add_special_tokens=False)
-    await context.respond_json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+    await context.respond_json(InputTokens(input_tokens=len(token_ids)))
 
 
 class _StreamSurface(OpenAISurface):
@@ -210,7 +211,7 @@ async def delete_response(context: ServerContext) -> None:
     await _kept(context, response_id)
     assert context.services.store is not None
     await context.services.store.settle(DeleteObject(kind=KIND, id=response_id))
-    await context.respond_json({"id": response_id, "object": "response", "deleted": True})
+    await context.respond_json(DeletedResponse(id=response_id, deleted=True))
 
 
 async def cancel_response(context: ServerContext) -> None:
@@ -261,13 +262,12 @@ async def list_input_items(context: ServerContext) -> None:
         items = items[indices[0] + 1 :]
     page = items[:limit]
     await context.respond_json(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > limit,
-        }
+        ResponseItems(
+            data=cast("list[InputItem]", page),
+            first_id=page[0]["id"] if page else None,
+            last_id=page[-1]["id"] if page else None,
+            has_more=len(items) > limit,
+        )
     )
 
 
