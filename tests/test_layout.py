@@ -136,7 +136,7 @@ ROOMS = {
     ),
     "bench": Room(
         rooms=words("contracts trio_tools"),
-        packages=words("trio h2 h11 httptools hpack numpy torch llguidance"),
+        packages=words("trio h2 h11 httptools hpack wsproto numpy torch llguidance"),
         only_in={
             "httptools": words("client.py"),
             "llguidance": words("schema_set.py"),

@@ -292,6 +292,9 @@ class AgentBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the replay of agents' sessions. Raises StartupError if a value is out of range.
 
     Attributes:
+        mode: "replay" replays sessions. "turns" compares a turn over HTTP and over a websocket, "idle" keeps
+            `connections` websockets open. Both use a server with a fake model.
+        connections: idle websockets.
         model: model of every server.
         shape: "small" for a small model on a CPU, "full" for the shape of public traces.
         scale: factor of all token counts of the shape.
@@ -310,6 +313,8 @@ class AgentBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
         label: name of the measurement.
     """
 
+    mode: Literal["replay", "turns", "idle"] = "replay"
+    connections: int = 5_000
     model: str = "smollm2"
     shape: Literal["small", "full"] = "small"
     scale: float = 1.0
@@ -334,6 +339,7 @@ class AgentBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(
                 "--rows has 'peer', but there is no --peer-command: add the command that starts the peer"
             )
+        check_integer("--connections", self.connections, 1, 100_000)
         check_number("--scale", self.scale, 0.001, 1.0)
         check_number("--pause-scale", self.pause_scale, 0.0, 10.0)
         check_integer("--concurrency", self.concurrency, 1, 4096)

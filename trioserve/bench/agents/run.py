@@ -17,6 +17,7 @@ import trio
 
 from trioserve.bench.agents.conversation import ChatConversation, Reply, ResponsesConversation, session_texts
 from trioserve.bench.agents.traces import SMALL_SHAPE, Session, Shape, Traffic, draw_traffic
+from trioserve.bench.agents.transport import TransportReport, measure_transport, transport_text
 from trioserve.bench.client import Failure, OpenStream
 from trioserve.bench.report import Machine, Spread, measured_at, report_json
 from trioserve.bench.runner import (
@@ -172,6 +173,8 @@ def main(settings: AgentBenchSettings) -> int:
     Args:
         settings: settings of the replay.
     """
+    if settings.mode != "replay":
+        return _measure_transport(settings)
     shape = (SMALL_SHAPE if settings.shape == "small" else Shape()).scaled(settings.scale)
     traffic = draw_traffic("agents", shape, clients=settings.concurrency, rounds=settings.rounds, seed=settings.seed)
     rows: list[RowFigures] = []
@@ -189,6 +192,15 @@ def main(settings: AgentBenchSettings) -> int:
     has_failures = any(figures.failures for figures in rows)
     exit_code = ending.exit_code or (EXIT_REQUESTS_FAILED if has_failures else 0)
     return conclude(Measured(report, exit_code), settings.json_path, agents_text, report_json)
+
+
+def _measure_transport(settings: AgentBenchSettings) -> int:
+    reports: list[TransportReport] = []
+    with parts_so_far() as ending:
+        reports.append(trio.run(measure_transport, settings))
+    if not reports:
+        return ending.exit_code
+    return conclude(Measured(reports[0], 0), settings.json_path, transport_text, report_json)
 
 
 def agents_text(report: AgentsReport) -> str:
