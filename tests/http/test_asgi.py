@@ -241,9 +241,9 @@ async def test_asgi_app_answers_the_lifespan_events(autojump_clock):
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
-async def test_asgi_app_refuses_websockets():
-    with pytest.raises(NotImplementedError, match="websocket"):
-        await AsgiApp(echo)({"type": "websocket"}, None, None)
+async def test_asgi_app_refuses_other_scopes():
+    with pytest.raises(NotImplementedError, match="webtransport"):
+        await AsgiApp(echo)({"type": "webtransport"}, None, None)
 
 
 # --- Hypercorn ---

@@ -25,7 +25,7 @@ class ResponseBrokenOff(RuntimeError):
 
 
 class AsgiApp:
-    """An ASGI app for one handler. It supports `http` and `lifespan`, and its host must run Trio.
+    """An ASGI app for one handler. It supports `http`, `websocket` and `lifespan`, and its host must run Trio.
 
     With every host, the app cancels the handler's scope when the host reports http.disconnect, or when the host takes
     no bytes for stall_seconds_max. The app buffers at most stream_buffer_bytes_max for one client, and bounds request
@@ -57,15 +57,19 @@ class AsgiApp:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _serve_lifespan(receive, send)
-        elif scope["type"] == "http":
+        elif scope["type"] in ("http", "websocket"):
             await self._respond(scope, receive, send)
         else:
-            raise NotImplementedError(f"scope type {scope['type']!r} is not supported, only http and lifespan")
+            raise NotImplementedError(
+                f"scope type {scope['type']!r} is not supported, only http, websocket and lifespan"
+            )
 
     def announce_drain(self) -> None:
         """Remember which exchanges are open now. `wait_until_answered` ignores exchanges that begin later."""
         if self._early is None:
             self._early = set(self._exchanges)
+            for exchange in self._early:
+                exchange.draining.set()
             if not self._early:
                 self._early_ended.set()
 
@@ -80,7 +84,9 @@ class AsgiApp:
 
     async def _respond(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         share = BodyShare(self._body_budget)
-        exchange = AsgiExchange(_request_head(scope), share, self._limits)
+        exchange = self._new_exchange(scope, share)
+        if self._early is not None:
+            exchange.draining.set()
         self._tally.exchanges_total += 1
         self._tally.exchanges_open += 1
         self._exchanges.add(exchange)
@@ -97,12 +103,15 @@ class AsgiApp:
                 # The handler has ended, so its share of the body budget is released now. The host may delay the end of
                 # this call.
                 share.release()
+                if exchange.response.websocket is not None:
+                    exchange.response.websocket.release()
                 self._exchanges.discard(exchange)
                 if self._early is not None:
                     self._early.discard(exchange)
                     if not self._early:
                         self._early_ended.set()
                 self._tally.exchanges_open -= 1
+            await exchange.send_last_messages()
             nursery.cancel_scope.cancel()
         self._tally.exchanges_left_total += exchange.gone
         self._tally.exchanges_stalled_total += exchange.stalled
@@ -110,6 +119,22 @@ class AsgiApp:
         self._tally.connections_refused_total[ConnectionRefusal.SLOW_READER] += exchange.slow_reader
         if not exchange.gone and (exchange.stalled or not exchange.response.finished):
             raise ResponseBrokenOff(f"the response to {exchange.method} {exchange.path} was broken off")
+
+    def _new_exchange(self, scope: Mapping[str, Any], share: BodyShare) -> AsgiExchange:
+        head = _request_head(scope)
+        if not head.is_websocket:
+            return AsgiExchange(head, share, self._limits)
+        # The first websocket loads wsproto.
+        from trioserve.http.asgi.websocket import AsgiWebSocketExchange
+
+        return AsgiWebSocketExchange(
+            head,
+            share,
+            self._limits,
+            budget=self._body_budget,
+            tally=self._tally,
+            can_respond="websocket.http.response" in (scope.get("extensions") or {}),
+        )
 
 
 async def _serve_lifespan(receive: Receive, send: Send) -> None:
@@ -127,10 +152,11 @@ def _request_head(scope: Mapping[str, Any]) -> RequestHead:
         path = path[len(root.rstrip("/")) :] or "/"
     client = scope.get("client")
     return RequestHead(
-        method=scope["method"],
+        method=scope.get("method", "GET"),
         path=path,
         query=scope.get("query_string", b"").decode("latin-1"),
         headers=Headers((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]),
         http_version=scope["http_version"],
         peer=f"{client[0]}:{client[1]}" if client else "unknown",
+        is_websocket=scope["type"] == "websocket",
     )

@@ -36,6 +36,7 @@ class AsgiExchange(Exchange):
         limits: limits of the app.
 
     Attributes:
+        draining: set when the app starts to drain.
         gone: True once the client has left.
         stalled: True once the client has read nothing for stall_seconds_max, or too slowly.
         slow_reader: True if `stalled` and the client has read some bytes.
@@ -49,8 +50,10 @@ class AsgiExchange(Exchange):
         self.headers = head.headers
         self.http_version = head.http_version
         self.peer = head.peer
+        self.is_websocket = head.is_websocket
+        self.draining = trio.Event()
         self.scope = trio.CancelScope()
-        self.response = ResponseState(method=head.method)
+        self.response = ResponseState(method=head.method, is_websocket=head.is_websocket)
         self.gone = False
         self.stalled = False
         self.slow_reader = False
@@ -178,6 +181,9 @@ class AsgiExchange(Exchange):
         """Wait until the host has the whole response. The deadline for slow clients applies, as in `send`."""
         while not self._end_sent:
             await self._wait_for_client()
+
+    async def send_last_messages(self) -> None:
+        """Wait until the host has the last messages of a websocket, at most close_seconds_max."""
 
     def _start(self, status: int, headers: HeaderFields, *, content_length: int | None) -> None:
         fields = encode_fields(headers, unix_seconds=self._clock_and_ids.unix_seconds(), content_length=content_length)

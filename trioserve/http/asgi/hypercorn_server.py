@@ -81,6 +81,8 @@ async def serve_with_hypercorn(
     config.keep_alive_timeout = limits.idle_seconds_max
     config.ssl_handshake_timeout = limits.tls_handshake_seconds_max
     config.graceful_timeout = drain_seconds_max
+    config.websocket_max_message_size = limits.websocket_message_bytes_max
+    config.websocket_ping_interval = limits.websocket_ping_seconds
     if certificate is not None:
         config.certfile = str(certificate)
         config.keyfile = str(key or certificate)

@@ -157,7 +157,9 @@ class FramedWebSocket(WebSocket):
         if self.is_over:
             return
         self._received_at = trio.current_time()
-        self._ping_at = None
+        if self._ping_at is not None:
+            self._ping_at = None
+            self._nap.deadline = min(self._nap.deadline, self._next_check_at())
         self._tally.websocket_bytes_received_total += len(data)
         self._reader.feed(data)
 
