@@ -123,7 +123,8 @@ class Replay:
             # Each conversation has a generator of its own, so that both orders see the same conversations.
             own = Random(f"{self.seed} {name}")
             shared = [hash((self.kinds.index(kind), position)) % 50_000 for position in range(kind.shared)]
-            first = [own.randrange(50_000) for _ in range(1 + int(own.expovariate(1 / kind.first)))]
+            first_count = min(1 + int(own.expovariate(1 / kind.first)), 3 * kind.first)
+            first = [own.randrange(50_000) for _ in range(first_count)]
             turns = 1 if kind.turns == 1 else max(2, round(kind.turns * math.exp(own.gauss(0, 0.6))))
             if kind.has_session:
                 core.open_session(name, Retention(tenant=kind.tenant, weight=kind.weight), now)

@@ -188,19 +188,6 @@ def test_sessions_of_one_tenant_retain_at_most_their_share():
     assert served.core.stats().blocks_retained == 9
 
 
-def test_session_whose_turn_is_queued_is_evicted_last():
-    served = Served(9)
-    served.turn(prompt(0, 3), "next")
-    served.now = 50.0
-    served.turn(prompt(100, 3), "waits")
-    served.turn(prompt(200, 1))
-    served.add(prompt(300, 4))
-    served.add([*prompt(0, 3), 1], "next")
-    hits = served.core.stats().prefix_hit_tokens_total
-    served.run()
-    assert served.core.stats().prefix_hit_tokens_total - hits == 3 * BLOCK_SIZE
-
-
 def test_growing_session_retains_each_block_once():
     served = Served(16)
     for blocks in range(1, 5):

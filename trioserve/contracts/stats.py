@@ -16,8 +16,7 @@ class EvictionClass(enum.Enum):
 
     ENDED = "ended"  # Its session has ended.
     RECENCY = "recency"  # No session retained it, and it was used least recently.
-    RETAINED = "retained"  # A session that waits retained it, but its value was the lowest.
-    DUE = "due"  # A session with a queued request retained it. There was nothing else to evict.
+    RETAINED = "retained"  # A session retained it, but its value was the lowest.
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -141,7 +141,7 @@ class EngineCore:
                 f"priority is {request.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
             )
         live = LiveRequest(request, self._live.arrivals_total)
-        live.session = self.sessions.join(request, live.order)
+        live.session = self.sessions.join(request)
         self._live.add(live)
         self.scheduler.waiting.add(live)
 
@@ -785,6 +785,6 @@ class EngineCore:
         kv_transfer = None if self.transfers is None else self.transfers.request_ends(live, reason, now)
         self.scheduler.release(live)
         if live.session is not None:
-            self.sessions.leave(live.session, live.request.id)
+            self.sessions.leave(live.session)
         live.move(RequestStatus.FINISHED)
         return kv_transfer

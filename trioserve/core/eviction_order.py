@@ -10,8 +10,6 @@ alike. So nothing is sorted again while time passes.
     unretained  by last use. A block that was used again while it was cached has a bonus, too, when it is compared with
                 retained blocks
     retained    by the value of the best chain that lists the block: last use plus bonus
-    due         as retained, but the session has a request in the queue or in the batch. Evicted after all other blocks,
-                and those of the request that starts last come first
 
 A chain is evicted from its end, because a block is useless without the blocks before it. Several chains may list one
 block. It is retained until the last of these chains drops it. So the best chain decides.
@@ -32,8 +30,6 @@ from trioserve.contracts.stats import EvictionClass
 
 __all__ = ["BONUS_SECONDS", "STALE_MAX", "Chain", "ChainRanking", "EvictionOrder", "TenantShare"]
 
-RankKey = tuple[int, float, float]
-
 # A block that is likely to be used again counts as used this many seconds later than it was.
 BONUS_SECONDS: Final = 60.0
 STALE_MAX: Final = 64  # Stale entries of a heap, beyond one per valid entry, from which on the heap is built again.
@@ -48,28 +44,29 @@ class Chain:
     Attributes:
         listings: the blocks, as EvictionOrder.listings returns them.
         used_at: time of the last turn or hint, in seconds.
-        key: position in the ranking. The chain with the smallest key is evicted first.
+        value: time of the last turn or hint plus the bonus, in seconds. The chain with the smallest value is evicted
+            first.
     """
 
-    __slots__ = ("key", "listings", "share", "used_at")
+    __slots__ = ("listings", "share", "used_at", "value")
 
     def __init__(self, share: TenantShare) -> None:
         self.share = share
         self.listings: list[int] = []
         self.used_at = 0.0
-        self.key: RankKey = (0, 0.0, 0.0)
+        self.value = 0.0
 
 
 class ChainRanking:
-    """Finds the chain with the smallest key.
+    """Finds the chain with the smallest value.
 
     Cost:
-        O(log chains) for a change, amortized. A chain whose key changes leaves a stale entry in the heap, and too many
-        stale entries are removed together.
+        O(log chains) for a change, amortized. A chain whose value changes leaves a stale entry in the heap, and too
+        many stale entries are removed together.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[RankKey, int, Chain]] = []
+        self._heap: list[tuple[float, int, Chain]] = []
         self._chains: set[Chain] = set()
         self._serials = itertools.count()
 
@@ -80,27 +77,27 @@ class ChainRanking:
         return iter(self._chains)
 
     def put(self, chain: Chain) -> None:
-        """Add a chain, or note that its key has changed.
+        """Add a chain, or note that its value has changed.
 
         Args:
-            chain: a chain with its key.
+            chain: a chain with its value.
         """
         self._chains.add(chain)
         if len(self._heap) > 2 * len(self._chains) + STALE_MAX:
-            self._heap = [(other.key, next(self._serials), other) for other in self._chains]
+            self._heap = [(other.value, next(self._serials), other) for other in self._chains]
             heapq.heapify(self._heap)
         else:
-            heapq.heappush(self._heap, (chain.key, next(self._serials), chain))
+            heapq.heappush(self._heap, (chain.value, next(self._serials), chain))
 
     def remove(self, chain: Chain) -> None:
         self._chains.discard(chain)
 
     def weakest(self) -> Chain | None:
-        """Return the chain with the smallest key. None if there is no chain."""
+        """Return the chain with the smallest value. None if there is no chain."""
         heap = self._heap
         while heap:
-            key, _serial, chain = heap[0]
-            if chain in self._chains and chain.key == key:
+            value, _serial, chain = heap[0]
+            if chain in self._chains and chain.value == value:
                 return chain
             heapq.heappop(heap)
         return None
@@ -118,7 +115,7 @@ class TenantShare:
 
     __slots__ = ("block_count", "ranking", "return_rates")
 
-    RATE_AT_START = 0.5
+    RATE_AT_START = 0.25
     RATE_WEIGHT = 1 / 16  # Weight of the last wait in a rate.
 
     def __init__(self) -> None:
@@ -263,13 +260,12 @@ class EvictionOrder:
         while True:
             chain = self._ranking.weakest()
             stamp = self._first_stamp()
-            if chain is None or (stamp != _NEVER and (chain.key[0] or self._unretained_value(stamp) <= chain.key[1])):
+            if chain is None or (stamp != _NEVER and self._unretained_value(stamp) <= chain.value):
                 return self._pop_unretained(), stamp, EvictionClass.RECENCY
-            kind = EvictionClass.DUE if chain.key[0] else EvictionClass.RETAINED
             block = self._drop_last(chain)
             # A block that was used later, by a request without a session, keeps its place by last use.
             if block is not None and self._former[block][0] <= stamp:
-                return block, self._former.pop(block)[0], kind
+                return block, self._former.pop(block)[0], EvictionClass.RETAINED
 
     def _first_stamp(self) -> float:
         """Return the last use of the first unretained block, or _NEVER if there is none."""
@@ -333,7 +329,7 @@ class EvictionOrder:
         return self._list_counts[block] > 0
 
     def rank(self, chain: Chain) -> None:
-        """Note that the key of a chain has changed, or that the chain lists its first blocks.
+        """Note that the value of a chain has changed, or that the chain lists its first blocks.
 
         Args:
             chain: a chain that lists blocks.

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.retention import DEFAULT_RETENTION, Retention
 from trioserve.core.eviction_order import BONUS_SECONDS, STALE_MAX, Chain, TenantShare
@@ -28,7 +28,7 @@ from trioserve.core.settings import CoreSettings
 
 __all__ = ["Session", "Sessions"]
 
-LAPSE_SECONDS: Final = 30.0  # A session that waits for longer than this counts as one that does not return.
+LAPSE_SECONDS: Final = 15.0  # A session that waits for longer than this counts as one that does not return.
 # Prefix length, in tokens, from which on a block costs twice as much to compute as a block of a short prefix, because
 # of attention. It is a typical value, which depends on the model.
 DEPTH_TOKENS: Final = 32_768
@@ -46,7 +46,7 @@ class Session:
 
     Attributes:
         chains: the blocks that the session retains. The chain that was used last comes last.
-        orders: the position in the queue of each live request of the session.
+        live_count: live requests of the session.
         expires_at: time at which the preference ends if no turn or hint follows, in seconds.
         is_open: False after the session has ended, or was forgotten because there were too many sessions.
         lapses_at: time at which the current wait counts as one without a return, in seconds. None between waits.
@@ -59,7 +59,7 @@ class Session:
         "expires_at",
         "is_open",
         "lapses_at",
-        "orders",
+        "live_count",
         "retention",
         "serial",
         "share",
@@ -72,7 +72,7 @@ class Session:
         self.retention = retention
         self.share = share
         self.chains: list[Chain] = []
-        self.orders: dict[RequestId, tuple[int, int]] = {}
+        self.live_count = 0
         self.expires_at = 0.0
         self.is_open = True
         self.lapses_at: float | None = None
@@ -137,7 +137,7 @@ class Sessions:
             if watched_at != session.watched_at:
                 continue  # A later change has made the expiry earlier.
             session.watched_at = None
-            if session.orders or not session.is_open:
+            if session.live_count or not session.is_open:
                 continue  # The end of its last request starts the next wait.
             if session.lapses_at is not None and min(session.lapses_at, session.expires_at) <= now:
                 self._note_wait(session, returned=False)
@@ -198,12 +198,11 @@ class Sessions:
 
     # --- Requests ---
 
-    def join(self, request: EngineRequest, order: tuple[int, int]) -> Session | None:
+    def join(self, request: EngineRequest) -> Session | None:
         """Note a new request. If it names a session that is not open, open the session.
 
         Args:
             request: the request.
-            order: position of the request in the queue. A request with a smaller position runs first.
 
         Returns:
             The request's session. None if it names none.
@@ -215,25 +214,21 @@ class Sessions:
         if session is None:
             session = self.open(session_id, DEFAULT_RETENTION, self._order.now)
         self._sessions.move_to_end(session_id)
-        if not session.orders:
+        if not session.live_count:
             self.active_count += 1
             session.lapses_at = None
             self._note_wait(session, returned=True)
-        session.orders[request.id] = order
-        self._rank(session)
+        session.live_count += 1
         return session
 
-    def leave(self, session: Session, request_id: RequestId) -> None:
+    def leave(self, session: Session) -> None:
         """Note that a request of a session has ended and has released its blocks.
 
         Args:
             session: the session that `join` returned for the request.
-            request_id: id of the request.
         """
-        del session.orders[request_id]
-        if session.orders:
-            self._rank(session)
-        elif session.is_open:
+        session.live_count -= 1
+        if session.is_open and not session.live_count:
             self.active_count -= 1
             session.turn_count += 1
             session.lapses_at = self._order.now + LAPSE_SECONDS
@@ -301,14 +296,10 @@ class Sessions:
         self._order.limit(session.share, self._blocks_max)
 
     def _rank(self, session: Session) -> None:
-        """Set the keys of a session's chains."""
+        """Set the values of a session's chains."""
         session.chains = [chain for chain in session.chains if chain.listings]
         for chain in session.chains:
-            if session.orders:
-                priority, arrival_index = min(session.orders.values())
-                chain.key = (1, -priority, -arrival_index)
-            else:
-                chain.key = (0, chain.used_at + self._bonus_seconds(session, len(chain.listings)), 0.0)
+            chain.value = chain.used_at + self._bonus_seconds(session, len(chain.listings))
             self._order.rank(chain)
 
     def _bonus_seconds(self, session: Session, block_count: int) -> float:
@@ -350,12 +341,12 @@ class Sessions:
 
     def _close(self, session: Session) -> None:
         session.is_open = False
-        self.active_count -= bool(session.orders)
+        self.active_count -= bool(session.live_count)
 
     def _forget_one(self) -> None:
         """Forget the session that was idle for the longest time. Sessions with live requests stay."""
         for session_id, session in self._sessions.items():
-            if not session.orders:
+            if not session.live_count:
                 del self._sessions[session_id]
                 self._close(session)
                 self._drop_chains(session)

@@ -122,8 +122,8 @@ class CacheMetrics:
         Metric(
             Question.CACHE,
             "blocks",
-            "Blocks that were evicted from the prefix cache, by class: of an ended session, by recency, of a waiting "
-            "session, of a session with a queued request.",
+            "Blocks that were evicted from the prefix cache, by class: of an ended session, by recency, or of a "
+            "session that retained them.",
             labels=(Label("class", tuple(kind.value for kind in EvictionClass)),),
         ),
     ]

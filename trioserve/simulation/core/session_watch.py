@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve.contracts.ids import NO_BLOCK
+from trioserve.contracts.ids import RequestId
 from trioserve.contracts.retention import DEFAULT_RETENTION, Retention
-from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.simulation.core.history import EndSession, HintSession, OpenSession, World
 
@@ -98,17 +97,6 @@ class SessionWatch:
         opened.live.add(name)
         self._session_of[name] = opened
 
-    def note_plan(self, plan: StepPlan) -> None:
-        """Note the blocks of a step's requests.
-
-        Args:
-            plan: the step.
-        """
-        for chunk in plan.chunks:
-            opened = self._session_of.get(chunk.request.id)
-            if opened is not None:
-                opened.blocks.update(block for block in chunk.block_table if block != NO_BLOCK)
-
     def note_end(self, name: str, now: float) -> None:
         """Note the end of a request. The core may keep its blocks until a step in flight has returned.
 
@@ -135,6 +123,8 @@ class SessionWatch:
             now: time in seconds.
         """
         self._forget_expired(now)
+        for name, opened in self._session_of.items():
+            opened.blocks.update(core.blocks_of(RequestId(name)))
         retained = set(core.pool.order.retained_blocks())
         allowed = {block for opened in self._open.values() for block in opened.blocks}
         assert retained <= allowed, f"blocks {sorted(retained - allowed)} are retained, but no session may retain them"

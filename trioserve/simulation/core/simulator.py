@@ -330,7 +330,6 @@ class Simulation(EventSimulation[World]):
             self._count("snapshots that requests start from", reads is not None and reads >= self.world.states)
             if chunk.draft_task is not None:
                 self._count("draft tasks" if chunk.draft_task.end is None else "draft tasks that only catch up")
-        self._sessions.note_plan(plan)
         self._sessions.check(self.core, self.now)
         self.flights.append(Flight(plan, [list(chunk.block_table) for chunk in plan.chunks]))
 
