@@ -154,7 +154,8 @@ async def test_warm_up_computes_the_prompt_and_generates_nothing(autojump_clock)
     async with opened(response=lambda text: seen.append(text) or "ok") as server, connected(server) as agent:
         warm = await agent.ask("x" * 200, instructions="Be brief.", generate=False)
         assert (warm["status"], warm["output"]) == ("completed", [])
-        assert warm["usage"]["output_tokens"] == 0
+        usage = warm["usage"]
+        assert (usage["input_tokens"], usage["output_tokens"]) == (len(f"system: Be brief.\nuser: {'x' * 200}\n"), 0)
         response = await agent.ask("Hi", instructions="Be brief.", previous_response_id=warm["id"])
         assert seen[-1] == f"system: Be brief.\nuser: {'x' * 200}\nuser: Hi\nassistant: "
         cached = response["usage"]["input_tokens_details"]["cached_tokens"]
