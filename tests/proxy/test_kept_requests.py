@@ -293,7 +293,6 @@ OF_ONE_ENGINE = (
     "/load",
     "/openapi.json",
     "/v1/kept_streams/{stream}",
-    "/v1/responses",  # GET opens a websocket, and a router forwards none.
     "/v1/sessions",
     *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
     *("/reset_prefix_cache", "/flush_cache"),
