@@ -188,6 +188,14 @@ def test_sessions_of_one_tenant_retain_at_most_their_share():
     assert served.core.stats().blocks_retained == 9
 
 
+def test_session_that_changes_its_tenant_retains_no_more_than_one_share():
+    served = Served(12, session_share_max=0.5)
+    for blocks, tenant in ((4, "a"), (8, "b")):
+        served.core.open_session("agent", Retention(tenant=tenant), served.now)
+        served.turn(prompt(0, blocks), "agent")
+    assert served.core.stats().blocks_retained == 6
+
+
 def test_growing_session_retains_each_block_once():
     served = Served(16)
     for blocks in range(1, 5):

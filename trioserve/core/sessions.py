@@ -293,7 +293,7 @@ class Sessions:
             session.chains.remove(chain)
             self._order.drop(chain)
         self._rank(session)
-        self._order.limit(session.share, self._blocks_max)
+        self._order.limit(extended.share, self._blocks_max)
 
     def _rank(self, session: Session) -> None:
         """Set the values of a session's chains."""
