@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
+
 import pytest
 import trio
 
@@ -11,6 +14,7 @@ from trioserve.bench.agents.transport import (
     TransportReport,
     WayFigures,
     WebSocketConversation,
+    measured_idle,
     measured_ways,
     transport_text,
 )
@@ -49,6 +53,20 @@ async def test_refused_websocket_is_reported_in_one_sentence(autojump_clock):
 
         with pytest.raises(CannotMeasure, match="401"):
             await measured_ways(TARGET, open_stream, rounds=1, seconds_max=600.0)
+
+
+async def test_several_refused_idle_websockets_give_one_reason():
+    async def refuse(stream):
+        async with stream:
+            await stream.receive_some()
+            await stream.send_all(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio.serve_tcp, refuse, 0, host="127.0.0.1"))
+        port = listeners[0].socket.getsockname()[1]
+        with pytest.raises(CannotMeasure, match="refused a websocket: 503"):
+            await measured_idle(Target.from_url(f"http://127.0.0.1:{port}"), os.getpid(), 3)
+        nursery.cancel_scope.cancel()
 
 
 class ScriptedSocket:

@@ -44,6 +44,7 @@ __all__ = [
     "WayFigures",
     "WebSocketConversation",
     "measure_transport",
+    "measured_idle",
     "measured_ways",
     "transport_text",
 ]
@@ -181,7 +182,9 @@ async def measure_transport(settings: AgentBenchSettings) -> TransportReport:
         await server.wait_until_ready(READY_SECONDS_MAX)
         target = Target.from_url(server.url)
         if settings.mode == "idle":
-            return TransportReport(settings=settings, idle=await _measure_idle(target, server.pid, settings))
+            return TransportReport(
+                settings=settings, idle=await measured_idle(target, server.pid, settings.connections)
+            )
         ways = await measured_ways(
             target,
             stream_opener(target, 1),
@@ -407,14 +410,37 @@ async def _turns(conversation: Conversation, way: _Way, draw: Random, dialog: Di
 # --- Idle websockets ---
 
 
-async def _measure_idle(target: Target, pid: int, settings: AgentBenchSettings) -> IdleFigures:
-    count = settings.connections
+async def measured_idle(target: Target, pid: int, count: int) -> IdleFigures:
+    """Open websockets, and measure the server while all of them are idle.
+
+    Args:
+        target: the server, on this machine.
+        pid: process of the server.
+        count: number of websockets.
+
+    Raises:
+        CannotMeasure: the server refused or closed a websocket.
+    """
+    try:
+        return await _measure_idle(target, pid, count)
+    except BaseExceptionGroup as group:
+        refusals, others = group.split(CannotMeasure)
+        if refusals is None or others is not None:
+            raise
+        error: BaseException = refusals
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None  # Several websockets may fail at the same time. One reason is enough.
+
+
+async def _measure_idle(target: Target, pid: int, count: int) -> IdleFigures:
+    opened_count = min(OPENING, count)
     async with trio.open_nursery() as nursery:
         # The first websockets load code and fill pools, and are not counted.
-        await _open_idle(target, range(OPENING), nursery)
+        await _open_idle(target, range(opened_count), nursery)
         await trio.sleep(SETTLE_SECONDS)
         before = memory_bytes(pid)[0]
-        await _open_idle(target, range(OPENING, count), nursery)
+        await _open_idle(target, range(opened_count, count), nursery)
         await trio.sleep(SETTLE_SECONDS)
         after, cpu_before, began_at = memory_bytes(pid)[0], cpu_seconds(pid), trio.current_time()
         await trio.sleep(IDLE_SECONDS)
@@ -423,7 +449,7 @@ async def _measure_idle(target: Target, pid: int, settings: AgentBenchSettings) 
     added = None if before is None or after is None else after - before
     return IdleFigures(
         sessions=count,
-        session_bytes=None if added is None or count <= OPENING else added / (count - OPENING),
+        session_bytes=None if added is None or count == opened_count else added / (count - opened_count),
         cpu_share=None if cpu_before is None or cpu_after is None else (cpu_after - cpu_before) / seconds,
         idle_seconds=seconds,
     )
@@ -434,13 +460,13 @@ async def _open_idle(target: Target, numbers: Sequence[int], nursery: trio.Nurse
     slots = trio.CapacityLimiter(OPENING)
 
     async def open_one(number: int, *, task_status: trio.TaskStatus[None]) -> None:
-        opened = trio.socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        await opened.bind((f"127.0.1.{1 + number // PER_ADDRESS}", 0))
-        await opened.connect((target.host, target.port))
-        one = _WebSocket(trio.SocketStream(opened), target.authority)
-        await one.open()
-        task_status.started()
-        await one.receive()
+        with trio.socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
+            await opened.bind((f"127.0.1.{1 + number // PER_ADDRESS}", 0))
+            await opened.connect((target.host, target.port))
+            one = _WebSocket(trio.SocketStream(opened), target.authority)
+            await one.open()
+            task_status.started()
+            await one.receive()
 
     async def start_one(number: int) -> None:
         async with slots:
