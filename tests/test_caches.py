@@ -68,6 +68,7 @@ CACHES = {
     ("router/policies.py", "_orders"): OF_SERVER,
     ("router/peer_shares.py", "_computed"): OF_SERVER,
     ("api/page/page.py", "_snapshots"): OWNED,
+    ("api/responses/kept_responses.py", "_listed"): OWNED,
     ("api/page/page.py", "_changes"): OWNED,  # The keys of this cache are snapshots, which have one owner.
     ("text/response_parsers/forced_calls.py", "_schemas"): OF_REQUEST,
     ("text/json_keys.py", "_doubtful"): "of the tokenizer alone: its keys are the few positions within a JSON text",

@@ -17,7 +17,7 @@ import msgspec
 import trio
 
 from trioserve.api.openai.request_types import decode_body
-from trioserve.api.responses.connection_turn import NOT_FOUND, TurnExchange
+from trioserve.api.responses.connection_turn import NOT_FOUND, NewTurn, TurnExchange
 from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.response_object import Item
 from trioserve.api.responses.stored_responses import CONTINUABLE
@@ -32,7 +32,6 @@ from trioserve.proxy.streams.event_splitter import EventSplitter
 
 if TYPE_CHECKING:
     from trioserve.api.responder import Responder
-    from trioserve.api.responses.connection import NewTurn
     from trioserve.api.responses.steering import Steer
     from trioserve.contracts.endpoint import EndpointId
     from trioserve.proxy.router_context import RouterContext

@@ -10,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
@@ -19,7 +19,7 @@ from trioserve.api.caller import Caller
 from trioserve.api.error_responses import Refusal, error_response, refusal
 from trioserve.api.limits import ConnectionSettings
 from trioserve.api.openai.request_types import decode_body
-from trioserve.api.responses.connection_turn import ConnectionSurface, ConnectionTurn, TurnExchange
+from trioserve.api.responses.connection_turn import ConnectionSurface, ConnectionTurn, NewTurn, Turn, TurnExchange
 from trioserve.api.responses.kept_responses import KeptMemory, KeptResponses
 from trioserve.api.responses.steering import Steer, SteerEvent, failed_fields, required_input
 from trioserve.api.responses.stored_responses import CONTINUABLE
@@ -33,7 +33,7 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 if TYPE_CHECKING:
     from trioserve.api.responder import Responder
 
-__all__ = ["NewTurn", "ResponseConnections", "Turn"]
+__all__ = ["ResponseConnections"]
 
 STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 QUEUE_FULL = "connection_queue_full"
@@ -44,41 +44,6 @@ GOING_AWAY = 1001
 
 ServeTurn = Callable[[Exchange, Caller, "Handler[Any]"], Awaitable[None]]
 """Function that answers an exchange of an authorized caller with a handler, as any request."""
-
-
-class Turn(Protocol):
-    """One response on a connection.
-
-    Attributes:
-        stream_id: Lane of the response. None: the default lane.
-        byte_count: Size of the client's message.
-    """
-
-    stream_id: str | None
-    byte_count: int
-
-    @property
-    def exchange(self) -> Exchange:
-        """Exchange of the response."""
-
-    @property
-    def response_id(self) -> str | None:
-        """Id of the response. None until it has begun."""
-
-    def cancel(self) -> None:
-        """End the response, also if its client reads slowly."""
-
-    async def respond(self, context: Any) -> None:
-        """Generate the response and send its events.
-
-        Args:
-            context: The context of `exchange`.
-        """
-
-
-NewTurn = Callable[[TurnExchange, str | None, int, KeptResponses, dict[str, list[Steer]]], Turn]
-"""Makes the response to a message, from its exchange, its lane, its size, the responses that the connection keeps, and
-the input that waits for outputs of tool calls."""
 
 
 class ResponseConnections:

@@ -5,10 +5,10 @@ waiting ──► its lane is free ──► run: plan, queue, generate ──�
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import trio
@@ -32,10 +32,9 @@ from trioserve.http.exchange import Exchange, HeaderFields, Headers, WebSocket
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
-    from trioserve.api.responses.connection import NewTurn
     from trioserve.engine.sessions import LiveSession
 
-__all__ = ["ConnectionSurface", "ConnectionTurn", "TurnExchange", "connection_turns", "turn_headers"]
+__all__ = ["ConnectionSurface", "ConnectionTurn", "NewTurn", "Turn", "TurnExchange", "connection_turns", "turn_headers"]
 
 PATH = "/v1/responses"
 TURN_HEADERS = frozenset(map(str.lower, HEADERS.values()))
@@ -123,6 +122,41 @@ class TurnExchange(Exchange):
 
     async def finish(self, last: bytes = b"") -> None:
         await self.send(last)
+
+
+class Turn(Protocol):
+    """One response on a connection.
+
+    Attributes:
+        stream_id: Lane of the response. None: the default lane.
+        byte_count: Size of the client's message.
+    """
+
+    stream_id: str | None
+    byte_count: int
+
+    @property
+    def exchange(self) -> Exchange:
+        """Exchange of the response."""
+
+    @property
+    def response_id(self) -> str | None:
+        """Id of the response. None until it has begun."""
+
+    def cancel(self) -> None:
+        """End the response, also if its client reads slowly."""
+
+    async def respond(self, context: Any) -> None:
+        """Generate the response and send its events.
+
+        Args:
+            context: The context of `exchange`.
+        """
+
+
+NewTurn = Callable[[TurnExchange, str | None, int, KeptResponses, dict[str, list[Steer]]], Turn]
+"""Makes the response to a message, from its exchange, its lane, its size, the responses that the connection keeps, and
+the input that waits for outputs of tool calls."""
 
 
 class ConnectionTurn:
