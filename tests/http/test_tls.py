@@ -15,6 +15,7 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from trioserve.contracts.errors import StartupError
 from trioserve.http.listener import tls_context
 from trioserve.http.server import FrontendServer
+from trioserve.testing.memory_websocket import MemoryWebSocket
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n"
 
@@ -213,3 +214,25 @@ def test_unusable_ca_file_is_a_startup_error(files, content):
         path.write_text(content)
     with pytest.raises(StartupError, match=r"other\.pem"):
         files.server_context(ca_certificates=path, client_certificates="required")
+
+
+@pytest.mark.parametrize("http", [1, 2])
+async def test_websockets_work_over_tls(files, connect, autojump_clock, http):
+    async def echo(exchange):
+        websocket = await exchange.accept_websocket()
+        while True:
+            await websocket.send(await websocket.receive())
+
+    server = FrontendServer(echo, ssl_context=files.server_context())
+    context = files.client_context()
+    context.set_alpn_protocols(["h2"] if http == 2 else ["http/1.1"])
+    async with connect(server, context) as stream:
+        websocket = MemoryWebSocket(stream, http=http)
+        await websocket.open("/")
+        for message in ("text", bytes(200_000)):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(websocket.send, message)
+                assert await websocket.receive() == message
+        assert (await websocket.close()).code == 1000
+    await wait_all_tasks_blocked()
+    assert server.counters().websockets_open == 0
