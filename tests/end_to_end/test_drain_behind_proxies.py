@@ -23,7 +23,7 @@ import pytest
 from .test_router import WAIT_SECONDS_MAX, Asker, wait_until
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "proxies.md"
-PROXIES = {"nginx": "upstream trioserve", "haproxy": "global"}
+PROXIES = {"nginx": "map $http_upgrade", "haproxy": "global"}
 """First words of the documented configuration block, by program."""
 STREAM_TOKENS = 600  # The response is so long that it still runs when the server is stopped after some short responses.
 
