@@ -44,7 +44,7 @@ async def opened(response: str) -> AsyncIterator[openai.AsyncOpenAI]:
         await server.assert_all_free()
 
 
-async def test_openai_reads_chats_with_ids_and_their_continuation() -> None:
+async def test_openai_client_reads_a_chat_stream_with_event_ids_and_its_continuation() -> None:
     asked: dict[str, Any] = {"model": "fake", "messages": [USER], "tools": [TOOL]}
     async with opened(SAID) as client:
         async with client.chat.completions.stream(**asked) as stream:
@@ -64,7 +64,7 @@ async def test_openai_reads_chats_with_ids_and_their_continuation() -> None:
         assert text + "".join(said) == plain.content
 
 
-async def test_openai_reads_completions_and_responses_with_ids() -> None:
+async def test_openai_client_reads_completions_and_responses_with_event_ids() -> None:
     async with opened("Hello you") as client:
         stream = await client.completions.create(
             model="fake", prompt="x", max_tokens=50, stream=True, extra_headers=HEADERS

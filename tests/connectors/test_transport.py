@@ -980,7 +980,7 @@ async def test_handshake_with_another_key_is_refused(autojump_clock, reader_key,
     assert isinstance(holder, Refused)
 
 
-async def test_holder_without_the_key_is_detected(autojump_clock):
+async def test_engine_that_holds_blocks_and_lacks_the_key_is_detected(autojump_clock):
     """A false holder sends back the reader's own proof, or a proof from another connection."""
     for stolen in ("same", "overheard"):
         ours, theirs = memory_stream_pair()

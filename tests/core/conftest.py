@@ -297,5 +297,8 @@ def check() -> Callable[..., Driver]:
 
 @pytest.fixture
 def drive() -> Callable[..., Driver]:
-    """Return a driver for cases that a line of text cannot express: drive(**settings)."""
+    """Return a function that makes a driver of the core: drive(**settings).
+
+    It is for cases that the one-line notation of tests cannot express.
+    """
     return make_driver

@@ -1296,7 +1296,7 @@ def _quantized_k3(values: np.ndarray) -> np.ndarray:
 
 
 def _two_bits(q: np.ndarray) -> np.ndarray:
-    """Pack 128 numbers of two bits into bytes [blocks, 64], every 32nd number in one byte."""
+    """Pack two-bit numbers into bytes [blocks, 64]. Of 128 numbers, byte i holds i, i + 32, i + 64 and i + 96."""
     quarters = q.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     return quarters.sum(axis=2, dtype=np.uint8).reshape(-1, 64)
 

@@ -354,9 +354,9 @@ def asked(setup, router, api, *, id="mine", last=None, **fields):
 
 
 def content_of(raw: bytes) -> tuple[dict[int, str], list[str]]:
-    """Return the text and the end of each choice, from the events of a response.
+    """Return the text and the finish reason of each choice, from the events of a response.
 
-    The grouping of events depends on timing.
+    Tests compare these instead of the events, because the grouping of events depends on timing.
     """
     texts: dict[int, str] = {}
     ends: list[object] = []

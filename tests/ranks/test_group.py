@@ -366,7 +366,7 @@ async def test_rank_that_ends_while_idle_is_named_at_once(autojump_clock: object
         assert trio.current_time() - ended_at < 0.05
 
 
-async def test_rank_that_ends_fails_the_first_step_and_drops_the_second(
+async def test_when_a_rank_ends_the_first_step_fails_and_the_second_is_dropped(
     autojump_clock: object,
 ) -> None:
     async with loaded() as played:

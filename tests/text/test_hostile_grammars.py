@@ -1,4 +1,4 @@
-"""Tests that hostile schemas and grammars are refused with a sentence, or compiled in bounded time.
+"""Tests that hostile schemas and grammars are refused with a clear message, or compiled in bounded time.
 
 Masks and forced tokens of a compiled grammar take bounded time, too. The limits in seconds are those of a slow machine.
 A grammar beyond the bounds would take minutes.

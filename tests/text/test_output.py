@@ -123,7 +123,7 @@ def test_output_shows_text_that_was_held_back_at_its_end(byte_level: Tokenizer) 
     assert [delta.text for delta in deltas] == ["o", "n", "e", " ", "EN"]
 
 
-def test_an_incomplete_character_at_the_end_is_shown_as_replaced(byte_level: Tokenizer) -> None:
+def test_incomplete_character_at_the_end_becomes_a_replacement_character(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("a🦆")[:-1]
     assert text_of(one_by_one(byte_level, token_ids, finished())) == "a�"
     deltas = one_by_one(byte_level, token_ids, finished(), stop=("�",))

@@ -208,7 +208,7 @@ def test_nfc_shortens_no_text_by_more_than_the_factor() -> None:
     """The test compares the length of every character with the longest spellings of its decomposed parts."""
     characters = [chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point <= 0xDFFF]
     decomposed = {character: unicodedata.normalize("NFD", character) for character in characters}
-    weight: dict[str, int] = {}  # Bytes of the longest character whose decomposition is this single character.
+    weight: dict[str, int] = {}  # Size of the longest character that NFD replaces by this one, in bytes.
     for character, parts in decomposed.items():
         if len(parts) == 1:
             weight[parts] = max(weight.get(parts, 0), len(character.encode()))

@@ -163,7 +163,7 @@ class Responder:
         return await self.exchange.accept_websocket(self.surface.id_fields(self.request_id))
 
     async def start_bytes(self, content_type: str, *, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Send the head of a response that is sent piece by piece to the exchange.
+        """Send the head of a response. The caller then sends the body in pieces, through `exchange`.
 
         Args:
             content_type: content type of the response.

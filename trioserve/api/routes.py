@@ -142,9 +142,9 @@ class App(BaseApp[ServerContext]):
         admin_api_key: a key that also sees the requests of all keys. Other keys see their own requests only.
         access: which fields callers may choose, and which further routes need a key.
         trust_request_chat_template: True: requests may bring their own chat template.
-        tenant_header: name of the header that names a tenant. Tenants take turns in the queue. The header counts for
-            all callers if there are no keys, and otherwise for callers that the operator trusts. Each other key is one
-            tenant.
+        tenant_header: name of the header that names a tenant. Tenants take turns in the queue. Without keys, every
+            caller may set the header. With keys, only callers that the operator trusts may set it, and each of the
+            other keys is one tenant.
         clock_and_ids: the time of day, and new ids.
         store: keeps responses, files and batches. None: nothing is kept, and nothing runs in the background.
         background: bounds of background responses, which run inside `async with app.running()`.

@@ -113,7 +113,7 @@ class Verdict(enum.Enum):
 
 
 class Judge:
-    """Judges responses. Raises StartupError if the library is not installed."""
+    """Checks responses against their JSON schemas. Raises StartupError if jsonschema is not installed."""
 
     def __init__(self) -> None:
         try:

@@ -193,8 +193,9 @@ class EngineCore:
 
         Args:
             session: id of any session.
-            seconds: expected time until the next turn. The preference for the session's blocks starts again, and lasts
-                for this time and its idle_seconds. Limited to 0 and its idle_seconds.
+            seconds: expected time until the next turn, at least 0 and at most the session's idle_seconds. Other values
+                are limited. The preference for the session's blocks starts again, and lasts for this time plus
+                idle_seconds.
             now: time in seconds.
         """
         self.sessions.hint(session, seconds, now)

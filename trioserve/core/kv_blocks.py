@@ -51,7 +51,7 @@ class BlockPool:
         # This list is a stack, because the block that was freed last is most likely still in a CPU cache.
         self._free = [BlockIndex(index) for index in reversed(range(block_count))]
         self.order = EvictionOrder(block_count)
-        # Serial number of the only session whose requests have used each block. 0: there is no such session.
+        # For each block: serial number of a session if only requests of this session have used the block, otherwise 0.
         self._owners = [0] * block_count
         self.on_evict: Callable[[BlockIndex], None] = lambda block: None
 

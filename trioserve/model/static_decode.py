@@ -58,8 +58,9 @@ logger = logging.getLogger(__name__)
 
 # Each recorded size needs memory. A larger step takes so long that launching its kernels one by one does not slow it.
 ROWS_MAX = 512
-# Rows of steps with prompt chunks. Less than half of a step is padding, except in the smallest one, which takes as long
-# as reading the weights. A step above the largest computes so long that its launches are hidden.
+# Recorded row counts of steps with prompt chunks. At most half of a step is padding. Only a step of the smallest size
+# may have more, and it takes no longer than reading the weights. Larger steps are not recorded: they compute for so
+# long that launching their kernels takes no extra time.
 PROMPT_ROWS = (64, 128, 256, 512, 1_024, 2_048)
 PROMPT_CHUNKS_MAX = 16  # Prompt chunks of one step. A step with more chunks is launched kernel by kernel.
 # Recording stops after this time, and a step uses the next larger size that is recorded. A size takes 0.1 to 0.3 s.

@@ -211,7 +211,8 @@ class AttentionTensors:
     """Tensors that define which tokens each row of a step attends to, for one window.
 
     Attributes:
-        walk: tables for kernels that read block tables. decode_groups and prompt_parts are then empty.
+        walk: tables for kernels that read block tables directly, or None. With a walk, decode_groups and prompt_parts
+            are empty.
     """
 
     decode_groups: tuple[DecodeGroup, ...]

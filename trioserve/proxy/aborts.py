@@ -196,9 +196,9 @@ async def _here(context: RouterContext, ids: list[str], *, with_partials: bool) 
 
 
 def _is_ended_by_endpoint(admission: AdmissionScope, *, with_partials: bool) -> bool:
-    """Return True if the endpoint is asked to end the request.
+    """Return True if the router asks the endpoint to end the request, so that the client gets a partial result.
 
-    A prefill for another endpoint has produced no output, so there is no partial result.
+    A prefill for another endpoint has no output yet. So it is not asked for a partial result.
     """
     is_there = admission.endpoint is not None and not admission.is_queued and not admission.is_ended
     return is_there and admission.stage is not Stage.PREFILL and (with_partials or admission.gives_partial)

@@ -37,7 +37,7 @@ class AskedRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         said: Bytes of the body as the client sent it.
-        raw: Bytes of the body, adapted to the caller.
+        raw: Bytes of the body for endpoints, with the caller's cache salt and without fields that only routers set.
         body: Fields of `raw`.
         form: Body, if it is a form. Otherwise None.
         model: Model name that endpoints use.

@@ -293,13 +293,13 @@ class Leases:
     def _in_turn(
         self, model: ModelQueues, newcomers: list[tuple[Queue, Ticket]], now: float
     ) -> list[tuple[Ticket, Queue | None]]:
-        """List the requests that may get the next lease, in the order in which they are tried. A stream has None
-        instead of a queue.
+        """List the requests that may get the next lease, each with its queue, in the order in which they are tried. A
+        stream that waits again has no queue, so its entry has None.
 
-        Within a priority, the list begins with requests and streams that wait again, in the order in which they began
-        to wait. These requests lost their endpoints, or their prompts were computed for another endpoint. Streams that
-        have to move follow, and newcomers are last. After several grants in a row to requests that are not newcomers, a
-        newcomer is first.
+        Within a priority, the list begins with requests and streams that wait for a second time, because they lost
+        their endpoint, or their prompt was computed for another endpoint. The one that waits longest is first. Streams
+        that have to move follow, and newcomers are last. After several grants in a row to requests that are not
+        newcomers, a newcomer is first.
         """
         again = model.waiting_again()
         continued = model.continued.heads() if model.continued and self._continuations.has_turn(now) else []

@@ -199,7 +199,7 @@ class SteppedByHand(Generic[Plan]):
         core: the engine's core.
         steps: the engine's step runner.
         executor: the engine's executor.
-        broken_openings: number of restarts that still fail.
+        broken_openings: how many of the next restarts will fail.
     """
 
     core: GatedSteps

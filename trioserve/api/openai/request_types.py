@@ -105,9 +105,9 @@ Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 """Type of every number that may reach a tensor or a float, since JSON's integers are unbounded."""
 
 CACHE_SALT_CHARACTERS_MAX = 256  # The length is limited, because the salt is hashed with every block.
-# The number of values is limited, because decoding holds the GIL, and takes 15 ms for this number of values. Brackets
-# count too, because nested empty lists have no commas. Marks inside texts also count, but even a million tokens of
-# prose have fewer marks.
+# The number of JSON values is limited, because decoding holds the GIL, and takes 15 ms for this number. It is estimated
+# by counting commas and opening brackets. Nested empty lists have brackets and no commas. Commas inside texts count,
+# too, but even a million tokens of prose have fewer.
 VALUE_MARKS = (b",", b"[", b"{")
 VALUE_MARKS_MAX = 250_000
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's API has this default of max_tokens for text completions.

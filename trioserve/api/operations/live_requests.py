@@ -265,7 +265,7 @@ async def abort_for_sglang(context: RequestContext) -> None:
 
     Raises:
         InvalidRequest: the body has both an id and abort_all, or neither.
-        Refusal: a stranger may not abort all requests (403).
+        Refusal: the body has no ids, and the caller may not operate the server (403).
     """
     body = await context.body(AbortRequestBody)
     if bool(body.rid) is body.abort_all:
@@ -286,7 +286,7 @@ async def abort_for_vllm(context: RequestContext) -> None:
 
     Raises:
         InvalidRequest: the body has a bad value.
-        Refusal: a stranger may not abort all requests (403).
+        Refusal: the body has no ids, and the caller may not operate the server (403).
     """
     ids = (await context.body(AbortRequestsBody)).request_ids
     if ids:

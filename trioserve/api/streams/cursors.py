@@ -130,7 +130,7 @@ class GroupIds:
 
 LOGPROB_MIN = -9999.0  # OpenAI's API sends this value for an impossible token.
 
-# The number is limited, because every event of the response repeats it.
+# The time is limited to numbers that all JSON parsers read, because every event of the response repeats it.
 UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 

@@ -116,7 +116,7 @@ class BlockMemory:
         except IndexError:
             place = self._first_of_slab()
         content = place.view()
-        # numpy makes the slab the base of `content`, not `place`. So only the finalizer has a reference to `place`.
+        # The numpy base of `content` is the slab, and not `place`. So only the finalizer has a reference to `place`.
         weakref.finalize(content, self._free.append, place).atexit = False
         return content
 

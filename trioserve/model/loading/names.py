@@ -776,8 +776,9 @@ def _order(
 
 
 def _head_order(rotary: RotaryConfig | None, head_dim: int, pairs_adjacent: bool) -> npt.NDArray[np.int64] | None:
-    """Return the order of a head's dimensions in which rotated pairs are half a head apart, and are the first
-    dimensions of both halves.
+    """Return an order of a head's dimensions in which the two members of a rotated pair are half a head apart.
+
+    If only some dimensions are rotated, they come first in each half.
 
     Returns:
         int64 [head_dim], or None if the order does not change.

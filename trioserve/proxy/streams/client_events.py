@@ -121,7 +121,7 @@ class NumberedEvents(ClientEvents):
             if self._keeper.is_at_end or here.is_beyond(self._known):
                 raise not_the_same(f"the stream is at {self._keeper}, and the client at {self._known}")
         if b"id: " not in events and _ERROR.search(events):
-            self.error = events  # An error has no id. It is sent to the client at any position.
+            self.error = events  # An error has no id, so the client gets it however many events it has.
         return b""
 
 

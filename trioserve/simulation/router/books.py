@@ -436,7 +436,8 @@ class RouterBooks:
             self.pairs[outcome] += 1
 
     def release(self, entry: ExpectedRequest) -> None:
-        """Return the lease of a request, or remove the request from its queue. The request keeps its second lease.
+        """Give back the first lease of a request, or remove the request from its queue. If the request has a second
+        lease, it keeps that one.
 
         Args:
             entry: the request.
