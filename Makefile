@@ -3,7 +3,7 @@
 # make disagg        serves the default model with two servers: the one on port 8001 computes prompts, the one on port
 #                    8002 generates output, and a router on http://127.0.0.1:8000 sends each request first to the one,
 #                    then to the other
-# make test          installs the test dependencies, checks style and types, runs the fast tests and 1/8 of the slow ones
+# make test          installs the test dependencies, checks style and types, runs the fast tests and 1/32 of the slow ones
 # make test-all      does the same with all tests, which takes half an hour to an hour
 # make check         checks style, types and layout, and runs the fast tests, in about a minute
 # make clients       builds an environment for each client of docs/guides/clients.md, and tests all clients. Some need npm
@@ -22,7 +22,7 @@ PYTHON ?= python3
 ARGS ?=
 TEST_PROCESSES ?= 2
 ROLE_ARGS ?=
-SLOW_SHARE ?= 8
+SLOW_SHARE ?= 32
 # CPU levels for which a wheel contains kernels. 1 means all levels.
 PREBUILD ?= 1
 # Tests that load neither torch, nor transformers, nor a model. `-m "not slow"` skips the other slow tests.

@@ -198,6 +198,7 @@ def test_killed_http2_client_ends_its_requests(server, body_file):
     check_nothing_is_left(server)
 
 
+@pytest.mark.slow
 def test_drain_completes_streams_and_then_sends_goaway(start_server, body_file):
     """Scenario S21 of tests/README.md: nghttp closes after its last response. A client that stays connected gets
     GOAWAY.
@@ -263,6 +264,7 @@ class StayingClient:
 # --- TLS, and pages in browsers ---
 
 
+@pytest.mark.slow
 def test_tls_negotiates_http2_and_requires_a_client_certificate(start_server, body_file, tmp_path):
     authority = trustme.CA()
     server_files, client_files = (

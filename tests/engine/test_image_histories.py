@@ -95,6 +95,7 @@ async def answers() -> dict[tuple[int, ...], str]:
         return {colours: await said(fake, colours) for colours in asked}
 
 
+@pytest.mark.slow
 async def test_history_of_image_requests_frees_everything() -> None:
     expected = await answers()
     assert len(set(expected.values())) == len(expected)

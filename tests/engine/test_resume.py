@@ -88,6 +88,7 @@ engines = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fields=sampling_params, first=engines, second=engines)
 async def test_another_engine_resumes_after_any_delta(

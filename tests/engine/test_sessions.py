@@ -362,6 +362,7 @@ async def test_sessions_are_opened_in_the_core_of_a_reopened_engine() -> None:
         assert engine.stats().sessions_waiting == 1
 
 
+@pytest.mark.slow
 async def test_sessions_that_leave_at_random_moments_leave_nothing(autojump_clock: trio.testing.MockClock) -> None:
     random = Random(27)
     async with open_fake_engine(

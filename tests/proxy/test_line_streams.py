@@ -66,6 +66,7 @@ async def test_client_of_a_router_gets_the_same_lines_as_from_a_server(open_setu
         await setup.assert_all_free()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path, response, fields",
     [

@@ -71,6 +71,7 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole.setdefault(name, []).append(value)  # If a value came twice, the two lists would differ.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 async def test_response_is_the_same_wherever_its_endpoint_breaks(open_setup, read_cut, name):
     path, response, fields = CASES[name]

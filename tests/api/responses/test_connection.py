@@ -313,6 +313,7 @@ async def test_blocks_of_a_client_that_leaves_are_free_one_step_later(autojump_c
         await server.assert_all_free()
 
 
+@pytest.mark.slow
 async def test_a_storm_of_clients_that_leave_frees_everything(autojump_clock):
     async with opened(response="x" * 50, step_seconds=0.01, block_count=4096) as server:
 

@@ -28,6 +28,7 @@ def tiny_model(tmp_path: Path) -> Path:
     return tmp_path / "dit"
 
 
+@pytest.mark.slow
 def test_image_bench_has_clients_that_leave_in_every_phase_and_every_case_generates_images(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def tiny_model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_steps_are_measured_in_turns_and_lost_ranks_are_named(
     tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
