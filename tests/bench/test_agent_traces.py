@@ -55,7 +55,7 @@ def test_working_set_is_the_most_tokens_that_wait_at_one_time():
     # The first two sessions share a prefix. Both wait from second 2 to 4, the first one with 10 + 5 + 20 + 7 tokens.
     first = session(1, (10, 5, 2.0), (20, 7, 3.0), (1, 1, 0.0))
     second = session(2, (30, 3, 4.0), (9, 9, 0.0))
-    # This session waits from second 5 to 9, and nobody else has its prefix.
+    # This session waits from second 5 to 9, and no other session has its prefix.
     third = session(3, (1, 1, 4.0), (1, 1, 0.0), prefix=1, prefix_tokens=20, wait=5.0)
     assert Traffic("", ((first,), (second,))).working_set_tokens() == 100 + 42 + 33
     assert Traffic("", ((first,), (second,), (third,))).working_set_tokens() == 100 + 42 + 33

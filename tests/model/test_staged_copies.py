@@ -147,7 +147,7 @@ def test_models_of_a_gpu_are_loaded_and_replaced_through_buffers(
     driver = step_driver.StepDriver(runner)
     driver.add("a", [5, 6, 7])
     driver.generate(["a"], 6)
-    runner._model.device = "cuda"  # Its tensors remain on the CPU.
+    runner._model.device = "cuda"  # The model's tensors remain on the CPU.
     assert runner.loading_threads == 8
     assert all(slot.staged is not None for slot in runner.slots())
     runner._model._model._head._weight.zero_()

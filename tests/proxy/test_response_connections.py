@@ -65,7 +65,7 @@ async def test_events_are_those_of_an_endpoint(open_router):
 
 
 async def test_second_turn_has_the_first_one_in_its_prompt_and_runs_at_the_same_endpoint(open_router):
-    async with open_router() as setup, setup.router.websocket(PATH) as socket:
+    async with open_router(policy="round_robin") as setup, setup.router.websocket(PATH) as socket:
         first = (await ask(socket, "Who are you?"))["response"]
         tokens = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
         second = (await ask(socket, "And now?", previous_response_id=first["id"]))["response"]

@@ -14,7 +14,7 @@ __all__ = ["EngineStats", "EvictionClass"]
 class EvictionClass(enum.Enum):
     """Why a block was evicted before other blocks."""
 
-    ENDED = "ended"  # Its session has ended.
+    ENDED = "ended"  # A block of a session that has ended.
     RECENCY = "recency"  # No session retained it, and it was used least recently.
     RETAINED = "retained"  # A session retained it, but its value was the lowest.
 

@@ -155,7 +155,7 @@ class EvictionOrder:
         self._block_count = block_count
         # The least recently used block comes first, with the time of its last use.
         self._recent: OrderedDict[BlockIndex, float] = OrderedDict()
-        self._kept: OrderedDict[BlockIndex, float] = OrderedDict()  # The same, for retained blocks.
+        self._kept: OrderedDict[BlockIndex, float] = OrderedDict()  # Retained blocks, with the time of their last use.
         self._spared: dict[BlockIndex, float] = {}  # Retained blocks that recency alone would have evicted.
         self._ended: dict[BlockIndex, float] = {}  # The last block is evicted first.
         # Blocks that lost their last chain keep their place by last use, so they are in a heap. The dict has the

@@ -3,7 +3,7 @@
 A session is a sequence of requests that continue each other, such as the turns of an agent. Between two turns it waits,
 for a tool or for a person. Its blocks then count as used later than they were (eviction_order.py). This preference is
 soft. It decays with the time since the last turn, ends after idle_seconds, and is limited per tenant. It is also
-scaled with the tenant's rate of returns: blocks of sessions that nobody continues are evicted by recency.
+scaled with the tenant's rate of returns: blocks of sessions that do not continue are evicted by recency.
 
     open ──request──► active ──last request ends──► waiting ──request──► active
                                                     waiting ──idle_seconds──► waiting, without a preference
@@ -331,7 +331,7 @@ class Sessions:
                 heapq.heapify(self._expiries)
 
     def _drop_chains(self, session: Session) -> list[BlockIndex]:
-        """Let a session retain nothing. Return the cached blocks that nobody else retains, the last block first."""
+        """Let a session retain nothing. Return its cached blocks that no other session retains, the last one first."""
         chains, session.chains = session.chains, []
         return [block for chain in chains for block in self._order.drop(chain)]
 

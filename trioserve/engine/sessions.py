@@ -39,7 +39,7 @@ SESSIONS_FULL = "sessions_full"
 class SessionEnd(enum.Enum):
     """Reasons why a session ends."""
 
-    LEFT = "left"  # Its scope or its connection was left.
+    LEFT = "left"  # The caller left the scope or closed the connection.
     DELETED = "deleted"
     IDLE = "idle"
     DISPLACED = "displaced"  # A newer session took its place.

@@ -74,7 +74,7 @@ class NativeLayer:
         self._attention_gate: MatrixStruct | None = None
         self._laurel = NativeLaurel(layer.laurel_rank, hidden) if layer.laurel_rank else None
         self._streams = None if config.streams is None else NativeLayerStreams(config.streams, hidden)
-        # These structs must stay alive, because the layer's struct contains their addresses.
+        # The layer's struct contains the addresses of these structs, so this object keeps them alive.
         self._laurel_struct: LaurelStruct | None = None
         self._streams_struct: LayerStreamsStruct | None = None
         if isinstance(attention, AttentionConfig):
@@ -202,7 +202,7 @@ class NativeLayer:
 
     def _experts_struct(self, name: str, mlp: ExpertsConfig, weights: PackedWeights) -> ExpertsStruct:
         own = [f"{name}.experts.{expert}" for expert in self._own_experts]
-        # These arrays must stay alive, because the struct contains their addresses.
+        # The struct contains the addresses of these arrays, so this object keeps them alive.
         gate_up, down = self._expert_matrices = tuple(
             (MatrixStruct * len(own))(*(weights.matrix(f"{expert}.{matrix}") for expert in own))
             for matrix in ("gate_up", "down")

@@ -283,8 +283,8 @@ class CreateEvent(ResponsesBody, frozen=True, kw_only=True):
             )
         if self.resume is not None:
             raise InvalidRequest(
-                "resume is set, but a response on a websocket begins anew: leave resume out, or send POST "
-                "/v1/responses",
+                "resume is set, but a response on a websocket cannot resume an earlier one: leave resume out, or "
+                "send POST /v1/responses",
                 param="resume",
             )
 

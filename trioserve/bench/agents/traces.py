@@ -324,7 +324,7 @@ def _people(sessions: _Sessions, clients: int, rounds: int) -> Clients:
 
 
 def _scan(sessions: _Sessions, clients: int, rounds: int) -> Clients:
-    """Agents beside a quarter as many clients with long documents, which nobody sends again."""
+    """Agents beside a quarter as many clients with long documents, which no client sends again."""
     documents = LogNormal(4.0 * sessions.shape.prefix_tokens, 0.5, 16, sessions.shape.context_tokens_max * 0.75)
     return _agents(sessions, clients, rounds) + _singles(
         sessions, max(1, clients // 4), rounds, lambda: sessions.single("documents", documents, template=None)
