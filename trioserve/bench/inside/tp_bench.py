@@ -121,8 +121,9 @@ async def _measure_losses(arguments: argparse.Namespace) -> None:
                     plan = step_plan(case, range(1), 0, block_size, vocab_size)
                     step = group.run_step(plan, never_abandoned)
 
-                    async def waits(step: Coroutine[Any, Any, object] = step) -> None:
+                    async def waits(group: RankGroup = group, step: Coroutine[Any, Any, object] = step) -> None:
                         await step
+                        await group.guard()  # The step of a small model can end before the signal arrives.
 
                     await trio.lowlevel.checkpoint()
                 killed_at = time.perf_counter()
