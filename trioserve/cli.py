@@ -346,6 +346,12 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="simulate an engine for images, with everything that clients and operators do to it (default: off)",
     )
     parser.add_argument(
+        "--models",
+        action="store_true",
+        help="simulate the decisions of a server with several models: which ones are loaded within one memory budget "
+        "(default: off)",
+    )
+    parser.add_argument(
         "--routers",
         type=int,
         nargs="*",

@@ -26,6 +26,7 @@ from trioserve.simulation.core.history import (
     World,
 )
 from trioserve.simulation.images import core_history as iterative
+from trioserve.simulation.models import history as models
 from trioserve.simulation.router.history import (
     Add,
     Ask,
@@ -333,6 +334,31 @@ ITERATIVE_MOMENTS = [
     "steps at different timesteps",
 ]
 
+MODELS = models.ModelsHistory(
+    models.ModelsWorld(memory=3, bytes=(2, 2, 1), pinned=(2,), turn=2.0, keep_alive=5.0),
+    (
+        models.Loaded(model=2),
+        models.Arrive(id="a", model=0),
+        models.LoadFails(model=0),
+        models.LoadNow(model=0),
+        models.Arrive(id="b", model=1),
+        models.Loaded(model=0),
+        models.Arrive(id="c", model=0),
+        models.Advance(seconds=4.0),
+        models.Leave(id="c"),
+        models.Unloaded(model=0),
+        models.Loaded(model=1),
+        models.Crash(model=1),
+        models.UnloadNow(model=0),
+        models.Leave(id="nobody"),
+    ),
+)
+MODELS_MOMENTS = [
+    *(f"orders: {state}" for state in ("draining", "loaded", "loading", "unloading")),
+    *(f"refused: {reason}" for reason in ("load failed", "too large")),
+    *("crashes", "left while waiting", "load requests", "loads failed", "served", "unload requests"),
+]
+
 
 def test_parsing_a_script_of_a_core_history_restores_the_history():
     assert case_of(script_of(EVERYTHING), History) == EVERYTHING
@@ -433,13 +459,25 @@ def test_iterative_history_still_runs_without_some_of_its_events(missing):
         assert runs_of("iterative").run_script(script).failure is None
 
 
-def test_iterative_seeds_pass_and_reach_every_phase():
+def test_parsing_a_script_of_a_models_history_restores_the_history():
+    assert case_of(script_of(MODELS), models.ModelsHistory) == MODELS
+
+
+@pytest.mark.parametrize("missing", range(len(MODELS.events)))
+def test_models_history_still_runs_without_some_of_its_events(missing):
+    events = MODELS.events[:missing] + MODELS.events[missing + 1 :]
+    for kept in (events, events[::-1]):
+        assert runs_of("models").run_script(script_of(models.ModelsHistory(MODELS.world, kept))).failure is None
+
+
+@pytest.mark.parametrize(("mode", "moments"), [("iterative", ITERATIVE_MOMENTS), ("models", MODELS_MOMENTS)])
+def test_seeds_pass_and_reach_every_moment(mode, moments):
     totals: Counter[str] = Counter()
     for seed in range(120):
-        verdict = runs_of("iterative").run_seed(seed, 150)
+        verdict = runs_of(mode).run_seed(seed, 150)
         assert verdict.failure is None, (seed, verdict.failure)
         totals.update(verdict.counts)
-    assert [moment for moment in ITERATIVE_MOMENTS if not totals[moment]] == []
+    assert [moment for moment in moments if not totals[moment]] == []
 
 
 @pytest.mark.slow
@@ -451,8 +489,9 @@ def test_iterative_seeds_pass_and_reach_every_phase():
         (runs_of("router").run_seed, 150, 300, ROUTER_MOMENTS),
         (runs_of("routers").run_seed, 100, 300, ROUTERS_MOMENTS),
         (runs_of("iterative").run_seed, 150, 300, ITERATIVE_MOMENTS),
+        (runs_of("models").run_seed, 150, 3000, MODELS_MOMENTS),
     ],
-    ids=["core", "stack", "router", "routers", "iterative"],
+    ids=["core", "stack", "router", "routers", "iterative", "models"],
 )
 def test_seeds_of_each_simulation_pass_and_reach_every_phase(run, step_count, seed_count, moments):
     totals: Counter[str] = Counter()

@@ -49,7 +49,7 @@ FILES = sorted((HERE / "planted").glob("*/*.txt"))
 HISTORIES = sorted((HERE / "planted").glob("*/*.history"))
 # The environment is read once, because pytest changes a variable for each test while other threads search for bugs.
 ENVIRONMENT = dict(os.environ)
-OTHERS = ("stack", "router", "routers", "pair", "lasting", "iterative", "images", "ranks")
+OTHERS = ("stack", "router", "routers", "pair", "lasting", "iterative", "images", "models", "ranks")
 MODES = {"core": [], **{mode: [f"--{mode}"] for mode in OTHERS}}
 CPU_SECONDS_MAX = 600  # limit of CPU time, since a planted bug may loop forever
 NOT_SWAPPED = 99  # exit code of a child process whose bug changes more than function bodies

@@ -34,6 +34,7 @@ STEPS: dict[Mode, int] = {
     "ranks": 6,  # clients
     "iterative": 150,  # events, which contain about fifteen requests
     "images": 12,  # clients
+    "models": 150,  # events, which contain nearly fifty requests
 }
 CHUNK_SEEDS = 50  # A chunk takes less than a second, so the progress line is updated often.
 # Maximum number of replays that shorten a failing history. They take about ten seconds, and a few hundred are usual.
@@ -80,12 +81,13 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
             "ranks": arguments.ranks,
             "iterative": arguments.iterative,
             "images": arguments.images,
+            "models": arguments.models,
         }
         modes = [mode for mode, is_named in named.items() if is_named]
         if len(modes) > 1:
             raise StartupError(
-                "--stack, --router, --routers, --pair, --lasting, --ranks, --iterative and --images are different "
-                "simulations: give one of them"
+                "--stack, --router, --routers, --pair, --lasting, --ranks, --iterative, --images and --models are "
+                "different simulations: give one of them"
             )
         mode = modes[0] if modes else "core"
         step_count = STEPS[mode] if arguments.steps is None else arguments.steps

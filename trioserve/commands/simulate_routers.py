@@ -31,7 +31,7 @@ WAITING_DEPTH_MAX = 4
 SECONDS_MAX = 30.0
 SECONDS_MIN = 8.0  # minimum length of a history: four times the duration of a request
 REQUESTS_MAX = 20_000  # maximum number of requests in a history that is longer than SECONDS_MIN
-FLAGS_OF_OTHERS = ("stack", "pair", "lasting", "ranks", "iterative")
+FLAGS_OF_OTHERS = ("stack", "pair", "lasting", "ranks", "iterative", "images", "models")
 
 
 class Row(NamedTuple):

@@ -3,8 +3,7 @@
 A failing history is reduced to the events and values that the failure needs. First, delta debugging (Zeller and
 Hildebrandt, 2002) removes events: halves, then quarters, down to single events. Then the remaining events are
 simplified: fewer choices, shorter prompts, no salt. The reduced history may fail at another event, but it must raise
-    the
-same error in the same function.
+the same error in the same function.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from trioserve.simulation.script import (
 
 __all__ = ["Mode", "Runs", "cut", "runs_of"]
 
-Mode = Literal["core", "stack", "router", "routers", "pair", "lasting", "ranks", "iterative", "images"]
+Mode = Literal["core", "stack", "router", "routers", "pair", "lasting", "ranks", "iterative", "images", "models"]
 
 
 class Runs(Protocol):
@@ -87,6 +86,9 @@ _EVENT_MODES: dict[Mode, _Parts] = {
         "router.routers_history:RoutersHistory",
         "router.routers_generator:RoutersGenerator",
         "router.routers_simulator:RoutersSimulation",
+    ),
+    "models": _Parts(
+        "models.history:ModelsHistory", "models.simulator:ModelsGenerator", "models.simulator:ModelsSimulation"
     ),
     "pair": _Parts("pair.history:PairHistory", "pair.simulator:PairGenerator", "pair.simulator:PairSimulation"),
     "iterative": _Parts(

@@ -1,0 +1,170 @@
+"""Tests which of several models a server loads and unloads."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest, Overloaded, StartupError
+from trioserve.router.hosted_models import HostedModels, HostedModelsSettings, ModelOrder, ModelSpec, ModelState
+
+
+def models_of(*specs: ModelSpec, memory: int = 2, turn_seconds: float = 10.0) -> HostedModels:
+    return HostedModels(HostedModelsSettings(memory_bytes=memory, turn_seconds=turn_seconds), specs)
+
+
+def spec(name: str, size: int = 1, **fields) -> ModelSpec:
+    return ModelSpec(name=name, bytes=size, **fields)
+
+
+def states(orders: list[ModelOrder]) -> list[tuple[str, str]]:
+    return [(order.name, order.state.value) for order in orders]
+
+
+def load(models: HostedModels, name: str, now: float):
+    models.wait(name, now)
+    assert states(models.decide(now)) == [(name, "loading")]
+    models.on_loaded(name, now + 1)
+    return models.lease(name, now + 1)
+
+
+def test_model_loads_once_for_all_requests_that_wait():
+    models = models_of(spec("a"))
+    models.wait("a", 0)
+    models.wait("a", 0)
+    assert states(models.decide(0)) == [("a", "loading")]
+    assert models.decide(0) == []
+    assert models.lease("a", 0) is None
+    models.on_loaded("a", 3)
+    assert models.lease("a", 3) is not None
+    assert models.lease("a", 3) is not None
+    assert models["a"].load_seconds == 3
+
+
+def test_idle_model_that_loads_faster_is_unloaded_first():
+    models = models_of(spec("fast"), spec("slow"), spec("new"))
+    models.wait("slow", 0)
+    models.decide(0)
+    models.on_loaded("slow", 20)
+    models.release(models.lease("slow", 20), 20)
+    models.release(load(models, "fast", 30), 32)
+    models.wait("new", 40)
+    [order] = models.decide(40)
+    assert (order.name, order.state) == ("fast", ModelState.UNLOADING)
+    assert order.reason == "new needs its memory"
+    models.on_unloaded("fast", 41)
+    assert states(models.decide(41)) == [("new", "loading")]
+
+
+def test_busy_model_gives_way_after_its_turn_and_after_its_last_request():
+    models = models_of(spec("a"), spec("b"), memory=1)
+    lease = load(models, "a", 0)
+    models.wait("b", 5)
+    assert models.decide(5) == []
+    assert models.next_at(5) == 11
+    assert models.decide(11) == []
+    assert models.next_at(11) == 15
+    assert states(models.decide(15)) == [("a", "draining")]
+    models.wait("a", 16)
+    assert models.lease("a", 16) is None
+    models.release(lease, 17)
+    assert states(models.decide(17)) == [("a", "unloading")]
+    models.on_unloaded("a", 18)
+    assert states(models.decide(18)) == [("b", "loading")]
+
+
+def test_model_drains_no_longer_when_the_waiting_request_left():
+    models = models_of(spec("a"), spec("b"), memory=1)
+    load(models, "a", 0)
+    models.wait("b", 0)
+    assert states(models.decide(11)) == [("a", "draining")]
+    models.stop_waiting("b", 12)
+    assert states(models.decide(12)) == [("a", "loaded")]
+
+
+def test_load_is_cancelled_when_the_last_request_leaves():
+    models = models_of(spec("a"))
+    models.wait("a", 0)
+    models.decide(0)
+    models.stop_waiting("a", 1)
+    assert states(models.decide(1)) == [("a", "unloading")]
+    models.on_loaded("a", 2)
+    assert models["a"].state is ModelState.UNLOADING
+    models.on_unloaded("a", 3)
+    assert models.held_bytes == 0
+
+
+def test_failed_load_is_repeated_after_growing_times():
+    models = models_of(spec("a"))
+    now = 0.0
+    for seconds in (5, 10, 20, 40, 80, 160, 300, 300):
+        models.wait("a", now)
+        assert states(models.decide(now)) == [("a", "loading")]
+        models.on_failed("a", now, "no such file")
+        models.stop_waiting("a", now)
+        with pytest.raises(Overloaded, match="could not be loaded: no such file") as caught:
+            models.wait("a", now)
+        assert caught.value.retry_after_seconds == seconds
+        now += seconds
+    load(models, "a", now)
+    assert models["a"].failure_count == 0
+
+
+def test_keep_alive_counts_from_the_end_of_the_last_request():
+    models = models_of(spec("a", keep_alive_seconds=30))
+    lease = load(models, "a", 0)
+    assert models.decide(100) == []
+    models.release(lease, 100)
+    assert models.next_at(100) == 130
+    assert models.decide(129) == []
+    [order] = models.decide(130)
+    assert (order.state, order.reason) == (ModelState.UNLOADING, "it was idle")
+
+
+def test_crash_returns_the_leases():
+    models = models_of(spec("a"))
+    lease = load(models, "a", 0)
+    models.on_failed("a", 5, "signal 9")
+    assert models.held_bytes == 0
+    assert not models["a"].leases
+    models.release(lease, 6)
+    assert models["a"].used_at == 1
+
+
+def test_pinned_model_is_loaded_at_the_start_and_after_a_crash():
+    models = models_of(spec("a", is_pinned=True, keep_alive_seconds=1), spec("b"), memory=1)
+    assert states(models.decide(0)) == [("a", "loading")]
+    models.on_loaded("a", 1)
+    assert models.decide(100) == []
+    with pytest.raises(InvalidRequest, match="b needs 1 bytes of memory, but models may have 0"):
+        models.wait("b", 100)
+    models.on_failed("a", 100, "signal 9")
+    assert models.decide(100) == []
+    assert models.next_at(100) == 105
+    assert states(models.decide(105)) == [("a", "loading")]
+
+
+def test_more_pinned_models_than_memory_are_refused():
+    with pytest.raises(StartupError, match="the pinned models need 3 bytes, but all models together may have 2"):
+        models_of(spec("a", 2, is_pinned=True), spec("b", is_pinned=True))
+
+
+def test_operator_loads_a_failed_model_at_once_and_unloads_it():
+    models = models_of(spec("a"))
+    models.wait("a", 0)
+    models.decide(0)
+    models.on_failed("a", 0, "no such file")
+    models.stop_waiting("a", 0)
+    models.request_load("a", 1)
+    assert states(models.decide(1)) == [("a", "loading")]
+    models.on_loaded("a", 2)
+    assert states(models.request_unload("a", 3)) == [("a", "unloading")]
+    assert models.request_unload("a", 3) == []
+
+
+def test_operator_unloads_a_busy_model_after_its_last_request():
+    models = models_of(spec("a"))
+    lease = load(models, "a", 0)
+    assert states(models.request_unload("a", 3)) == [("a", "draining")]
+    assert models.decide(4) == []
+    models.release(lease, 5)
+    assert states(models.decide(5)) == [("a", "unloading")]

@@ -1,0 +1,486 @@
+"""Decides which models of one server are loaded, within one memory budget.
+
+A request for a model waits until the model is loaded, and then holds a lease on it. A model with leases is never
+unloaded. If memory is short, idle models are unloaded first. A busy model must give way to one that waits, but only
+after both have waited or run for `turn_seconds`: it then gets no new leases, and is unloaded after its last lease.
+
+    UNLOADED ──a request waits──► LOADING ──on_loaded──► LOADED ──memory is needed──► DRAINING
+        ▲                            │ nobody waits         │ idle for keep_alive_seconds │ last lease released
+        └──────on_unloaded───────────┴──────UNLOADING ◄─────┴─────────────────────────────┘
+
+The caller reports what happens, calls `decide` after each report and at `next_at`, and follows the orders.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest, Overloaded, StartupError
+
+__all__ = ["HostedModel", "HostedModels", "HostedModelsSettings", "ModelLease", "ModelOrder", "ModelSpec", "ModelState"]
+
+RETRY_SECONDS: Final = 5.0  # The first failed load is repeated after this time, each further one after twice the time.
+RETRY_SECONDS_MAX: Final = 300.0
+# An idle model that takes a second longer to load counts as used this many seconds later.
+SECONDS_PER_LOAD_SECOND: Final = 10.0
+
+
+class ModelState(enum.Enum):
+    """State of a model at a server. A model in any state but UNLOADED takes its memory."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    DRAINING = "draining"
+    UNLOADING = "unloading"
+
+
+UNLOADED, LOADING, LOADED = ModelState.UNLOADED, ModelState.LOADING, ModelState.LOADED
+DRAINING, UNLOADING = ModelState.DRAINING, ModelState.UNLOADING
+# A model becomes UNLOADED without being UNLOADING if its load fails, or if it crashes.
+TRANSITIONS: Final[dict[ModelState, frozenset[ModelState]]] = {
+    UNLOADED: frozenset({LOADING}),
+    LOADING: frozenset({LOADED, UNLOADING, UNLOADED}),
+    LOADED: frozenset({DRAINING, UNLOADING, UNLOADED}),
+    DRAINING: frozenset({LOADED, UNLOADING, UNLOADED}),
+    UNLOADING: frozenset({UNLOADED}),
+}
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of a model that may be loaded.
+
+    Attributes:
+        name: name of the model.
+        bytes: memory of weights, KV cache and everything else, which the loaded model never exceeds.
+        load_seconds: estimated time of a load. It is measured from the first load on.
+        keep_alive_seconds: an idle model is unloaded after this time. It counts from the end of the last request.
+        is_pinned: True if the model is loaded at the start and never unloaded for another model or for being idle.
+    """
+
+    name: str
+    bytes: int
+    load_seconds: float = 1.0
+    keep_alive_seconds: float = math.inf
+    is_pinned: bool = False
+
+
+class HostedModelsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a server with several models.
+
+    Attributes:
+        memory_bytes: memory for all models together.
+        turn_seconds: a busy model keeps its memory for at least this time, and a model waits for at least this time
+            before a busy one must give way.
+        loads_max: number of models that load at the same time.
+    """
+
+    memory_bytes: int
+    turn_seconds: float = 10.0
+    loads_max: int = 1
+
+
+class ModelOrder(msgspec.Struct, frozen=True):
+    """An order to the caller.
+
+    Attributes:
+        name: the model.
+        state: LOADING: begin to load it. UNLOADING: cancel its load, or unload it. DRAINING: it gets no more leases.
+            LOADED: it gets leases again.
+        reason: reason for users.
+    """
+
+    name: str
+    state: ModelState
+    reason: str
+
+
+class ModelLease:
+    """A request's hold on a loaded model. `HostedModels.release` returns it."""
+
+    __slots__ = ("model",)
+
+    def __init__(self, model: HostedModel) -> None:
+        self.model = model
+
+
+class HostedModel:
+    """The state of one model.
+
+    Attributes:
+        spec: its description.
+        state: state at the server.
+        waiting_count: requests that wait for the model.
+        waiting_since: time from which on requests, or an operator, have waited for the model without a break. None if
+            nobody waits.
+        is_requested: True if an operator requested to load the model, until it is loaded or its load failed. Loads of
+            a pinned model are repeated.
+        must_unload: True if an operator requested to unload the model, until it is unloaded.
+        leases: open leases.
+        changed_at: time of the last change of `state`.
+        used_at: time at which the last lease ended, or at which the model was loaded.
+        load_seconds: time of the last load, or its estimate.
+        failure: reason of the last failed load. None after a load that succeeded.
+        failure_count: failed loads in a row.
+        retry_at: time before which a failed load is not repeated.
+    """
+
+    __slots__ = (
+        "changed_at",
+        "failure",
+        "failure_count",
+        "is_requested",
+        "leases",
+        "load_seconds",
+        "must_unload",
+        "retry_at",
+        "spec",
+        "state",
+        "used_at",
+        "waiting_count",
+        "waiting_since",
+    )
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.state = UNLOADED
+        self.waiting_count = 0
+        self.waiting_since: float | None = None
+        self.is_requested = False
+        self.must_unload = False
+        self.leases: set[ModelLease] = set()
+        self.changed_at = 0.0
+        self.used_at = 0.0
+        self.load_seconds = spec.load_seconds
+        self.failure: str | None = None
+        self.failure_count = 0
+        self.retry_at = -math.inf
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request needs the model."""
+        return not self.leases and not self.waiting_count
+
+    @property
+    def idle_until(self) -> float:
+        """Time at which the model is unloaded if it stays idle."""
+        return math.inf if self.spec.is_pinned else self.used_at + self.spec.keep_alive_seconds
+
+    def note_waits(self, now: float) -> None:
+        """Update `waiting_since` after a wait has begun or ended.
+
+        Args:
+            now: time in seconds.
+        """
+        if not self.waiting_count and not self.is_requested:
+            self.waiting_since = None
+        elif self.waiting_since is None:
+            self.waiting_since = now
+
+    def change(self, state: ModelState, now: float) -> None:
+        """Change the state.
+
+        Args:
+            state: the new state.
+            now: time in seconds.
+        """
+        assert state in TRANSITIONS[self.state], f"{self.spec.name} is {self.state.value}, and cannot be {state.value}"
+        self.state = state
+        self.changed_at = now
+        if state is UNLOADED:
+            self.must_unload = False
+
+
+class HostedModels:
+    """The models of one server.
+
+    Args:
+        settings: limits.
+        specs: the models.
+
+    Raises:
+        StartupError: the pinned models need more memory than there is.
+    """
+
+    def __init__(self, settings: HostedModelsSettings, specs: Iterable[ModelSpec]) -> None:
+        self._settings = settings
+        self._models = {spec.name: HostedModel(spec) for spec in specs}
+        pinned_bytes = sum(model.spec.bytes for model in self._models.values() if model.spec.is_pinned)
+        if pinned_bytes > settings.memory_bytes:
+            raise StartupError(
+                f"the pinned models need {pinned_bytes} bytes, but all models together may have "
+                f"{settings.memory_bytes}: pin fewer models"
+            )
+        for model in self._models.values():
+            if model.spec.is_pinned:
+                model.is_requested, model.waiting_since = True, -math.inf
+
+    def __iter__(self) -> Iterator[HostedModel]:
+        return iter(self._models.values())
+
+    def __getitem__(self, name: str) -> HostedModel:
+        return self._models[name]
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all models that are not UNLOADED."""
+        return sum(model.spec.bytes for model in self if model.state is not UNLOADED)
+
+    # --- requests ---
+
+    def wait(self, name: str, now: float) -> None:
+        """Note that a request begins to wait for a model.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+
+        Raises:
+            Overloaded: the model's last load failed a short time ago.
+            InvalidRequest: the model does not fit into the memory.
+        """
+        model = self._models[name]
+        self._check(model, now)
+        model.waiting_count += 1
+        model.note_waits(now)
+
+    def stop_waiting(self, name: str, now: float) -> None:
+        """Note that a request stops to wait, because it was refused or its client left.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+        """
+        model = self._models[name]
+        assert model.waiting_count, f"no request waits for {name}"
+        model.waiting_count -= 1
+        model.note_waits(now)
+
+    def lease(self, name: str, now: float) -> ModelLease | None:
+        """Turn the wait of a request into a lease.
+
+        Args:
+            name: the model, for which the request waits.
+            now: time in seconds.
+
+        Returns:
+            The lease. None if the model gives no leases now: the request continues to wait.
+        """
+        model = self._models[name]
+        assert model.waiting_count, f"no request waits for {name}"
+        if model.state is not LOADED:
+            return None
+        model.waiting_count -= 1
+        model.note_waits(now)
+        lease = ModelLease(model)
+        model.leases.add(lease)
+        return lease
+
+    def release(self, lease: ModelLease, now: float) -> None:
+        """Return a lease. A lease on a model that crashed is already returned, then nothing happens.
+
+        Args:
+            lease: the lease.
+            now: time in seconds.
+        """
+        if lease in lease.model.leases:
+            lease.model.leases.remove(lease)
+            lease.model.used_at = now
+
+    # --- reports and operators ---
+
+    def on_loaded(self, name: str, now: float) -> None:
+        """Note that a model is loaded. A load that was cancelled in the meantime stays cancelled.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+        """
+        model = self._models[name]
+        if model.state is not LOADING:
+            return
+        model.load_seconds = now - model.changed_at
+        model.change(LOADED, now)
+        model.used_at = now
+        model.failure, model.failure_count = None, 0
+        model.is_requested = False
+        model.note_waits(now)
+
+    def on_failed(self, name: str, now: float, reason: str) -> None:
+        """Note that a load failed, or that a loaded model crashed. Its memory is free, and its leases are returned.
+
+        The requests that wait for the model must be refused. Nothing else happens if the model was being unloaded.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+            reason: reason for the clients.
+        """
+        model = self._models[name]
+        model.leases.clear()
+        was_unloading = model.state is UNLOADING
+        model.change(UNLOADED, now)
+        if was_unloading:
+            return
+        model.failure = reason
+        model.retry_at = now + min(RETRY_SECONDS * 2.0**model.failure_count, RETRY_SECONDS_MAX)
+        model.failure_count += 1
+        model.is_requested = model.spec.is_pinned
+        model.note_waits(now)
+
+    def on_unloaded(self, name: str, now: float) -> None:
+        """Note that the memory of a model, or of its cancelled load, is free.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+        """
+        self._models[name].change(UNLOADED, now)
+
+    def request_load(self, name: str, now: float) -> None:
+        """Load a model for an operator, as if a request waited for it.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+
+        Raises:
+            InvalidRequest: the model does not fit into the memory.
+        """
+        model = self._models[name]
+        model.retry_at = -math.inf
+        self._check(model, now)
+        if model.state in (UNLOADED, UNLOADING):
+            model.is_requested = True
+            model.note_waits(now)
+
+    def request_unload(self, name: str, now: float) -> list[ModelOrder]:
+        """Unload a model for an operator: at once if it is idle, else after its last lease.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+
+        Returns:
+            The orders. Empty if the model is not loaded, or its unload has already begun.
+        """
+        model = self._models[name]
+        model.is_requested = False
+        model.note_waits(now)
+        if model.state not in (LOADED, DRAINING):
+            return []
+        model.must_unload = True
+        if model.state is DRAINING:
+            return []
+        return [self._order(model, DRAINING if model.leases else UNLOADING, now, "unload was requested")]
+
+    # --- decisions ---
+
+    def decide(self, now: float) -> list[ModelOrder]:
+        """Return the orders that follow from the present state. The states already have the ordered values.
+
+        Args:
+            now: time in seconds.
+        """
+        orders = []
+        for model in self:
+            if model.state is LOADING and not (model.waiting_count or model.is_requested):
+                orders.append(self._order(model, UNLOADING, now, "nobody waits for it any more"))
+            elif model.state is DRAINING and not model.leases:
+                orders.append(self._order(model, UNLOADING, now, "its last request has ended"))
+            elif model.state is LOADED and model.is_idle and now >= model.idle_until:
+                orders.append(self._order(model, UNLOADING, now, "it was idle"))
+        wanted = self._wanted(now)
+        if not wanted:
+            for model in self:
+                if model.state is DRAINING and not model.must_unload:
+                    orders.append(self._order(model, LOADED, now, "no other model needs its memory any more"))
+        loading_count = sum(model.state is LOADING for model in self)
+        for model in wanted:
+            lacking_bytes = self.held_bytes + model.spec.bytes - self._settings.memory_bytes
+            if lacking_bytes > 0:
+                orders += self._free(model, lacking_bytes, now)
+                break  # A later model does not take the memory that this one waits for.
+            if loading_count == self._settings.loads_max:
+                break
+            loading_count += 1
+            orders.append(self._order(model, LOADING, now, "requests wait for it"))
+        return orders
+
+    def next_at(self, now: float) -> float:
+        """Return the time at which `decide` must be called again if nothing happens before.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            The time in seconds, or infinity.
+        """
+        times = [model.idle_until for model in self if model.state is LOADED and model.is_idle]
+        times += [model.retry_at for model in self if model.state is UNLOADED and model.waiting_since is not None]
+        head = next(iter(self._wanted(now)), None)
+        if head is not None and head.waiting_since is not None:
+            times.append(head.waiting_since + self._settings.turn_seconds)
+            times += [model.changed_at + self._settings.turn_seconds for model in self if model.state is LOADED]
+        return min((time for time in times if time > now), default=math.inf)
+
+    # --- private methods ---
+
+    def _check(self, model: HostedModel, now: float) -> None:
+        if now < model.retry_at:
+            raise Overloaded(
+                f"the model {model.spec.name} could not be loaded: {model.failure}",
+                reason="model_load_failed",
+                retry_after_seconds=model.retry_at - now,
+            )
+        others_bytes = sum(other.spec.bytes for other in self if other.spec.is_pinned and other is not model)
+        if model.spec.bytes + others_bytes > self._settings.memory_bytes:
+            raise InvalidRequest(
+                f"the model {model.spec.name} needs {model.spec.bytes} bytes of memory, but models may have "
+                f"{self._settings.memory_bytes - others_bytes}: use a smaller model, or raise the limit",
+                param="model",
+            )
+
+    def _wanted(self, now: float) -> list[HostedModel]:
+        """Return the models that must be loaded, the one that waits for the longest time first."""
+        models = [
+            model
+            for model in self
+            if model.state is UNLOADED and model.waiting_since is not None and model.retry_at <= now
+        ]
+        return sorted(models, key=lambda model: (model.waiting_since, model.spec.name))
+
+    def _free(self, wanted: HostedModel, lacking_bytes: int, now: float) -> list[ModelOrder]:
+        """Choose loaded models that give way, if that frees enough memory."""
+        lacking_bytes -= sum(model.spec.bytes for model in self if model.state in (UNLOADING, DRAINING))
+        assert wanted.waiting_since is not None
+        can_turn_at = wanted.waiting_since + self._settings.turn_seconds
+        loaded = [model for model in self if model.state is LOADED and not model.spec.is_pinned]
+        idle = sorted((model for model in loaded if model.is_idle), key=_value)
+        busy = [model for model in loaded if not model.is_idle and now >= can_turn_at]
+        busy = [model for model in busy if now >= model.changed_at + self._settings.turn_seconds]
+        busy.sort(key=lambda model: model.changed_at)
+        victims = []
+        for model in (*idle, *busy):
+            if lacking_bytes <= 0:
+                break
+            victims.append(model)
+            lacking_bytes -= model.spec.bytes
+        if lacking_bytes > 0:
+            return []
+        reason = f"{wanted.spec.name} needs its memory"
+        return [self._order(model, DRAINING if model.leases else UNLOADING, now, reason) for model in victims]
+
+    def _order(self, model: HostedModel, state: ModelState, now: float, reason: str) -> ModelOrder:
+        model.change(state, now)
+        return ModelOrder(model.spec.name, state, reason)
+
+
+def _value(model: HostedModel) -> float:
+    """Return the time at which an idle model counts as used. The model with the least time is unloaded first."""
+    return model.used_at + SECONDS_PER_LOAD_SECOND * model.load_seconds

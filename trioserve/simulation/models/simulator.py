@@ -1,0 +1,466 @@
+"""Runs one history against one HostedModels, and checks all contracts after every event.
+
+ModelsBook records what the orders and reports say of each model, and reads no state of the simulated code. Its rules:
+
+- Models that are not unloaded never need more memory than there is.
+- A load begins only if somebody waits, not before a failed load may be repeated, and in the order of waiting.
+- A model is unloaded only without leases, and only because nobody waits for its load, because it was idle for its time,
+  because another model needs its memory, or because an operator requested it.
+- A busy model gives way only after its turn, and only for a model that has waited for as long.
+- What must happen, happens in the same call of `decide`: a load that fits begins, memory that may be freed for the
+  first model that waits is freed, idle models are unloaded in time. `next_at` names the time of the next such change.
+- A model that drains for nobody gives leases again. A loaded model gives a lease to each request.
+- At the end, every request was served or refused, and only models that never become idle are loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+from trioserve.contracts.errors import InvalidRequest, Overloaded
+from trioserve.router.hosted_models import (
+    HostedModels,
+    HostedModelsSettings,
+    ModelLease,
+    ModelOrder,
+    ModelSpec,
+    ModelState,
+)
+from trioserve.simulation.models.history import (
+    Advance,
+    Arrive,
+    Crash,
+    Leave,
+    Loaded,
+    LoadFails,
+    LoadNow,
+    ModelsEvent,
+    ModelsWorld,
+    Unloaded,
+    UnloadNow,
+)
+from trioserve.simulation.script import EventSimulation, Trace
+
+__all__ = ["ModelsGenerator", "ModelsSimulation"]
+
+UNLOADED, LOADING, LOADED = ModelState.UNLOADED, ModelState.LOADING, ModelState.LOADED
+DRAINING, UNLOADING = ModelState.DRAINING, ModelState.UNLOADING
+RETRY_SECONDS_MIN = 5.0  # A failed load is not repeated before this time.
+ROUNDS_MAX = 1_000  # No history needs this many rounds to its end.
+
+
+class ModelRecord:
+    """Record of one model in the book.
+
+    Attributes:
+        waiting: requests that wait.
+        running: requests with a lease.
+        since: time of the last change of `state`.
+        is_asked: whether an operator requested a load that has not ended.
+        wanted_since: time from which on requests or an operator have waited without a break.
+        must_unload: whether an operator requested to unload the model.
+        blocked_until: time before which a failed load is not repeated.
+    """
+
+    def __init__(self, size: int, is_pinned: bool) -> None:
+        self.size = size
+        self.is_pinned = is_pinned
+        self.state = UNLOADED
+        self.waiting: set[str] = set()
+        self.running: set[str] = set()
+        self.since = 0.0
+        self.used_at = 0.0
+        self.is_asked = is_pinned
+        self.wanted_since: float | None = -math.inf if is_pinned else None
+        self.must_unload = False
+        self.blocked_until = -math.inf
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def note_wait(self, now: float) -> None:
+        """Update `wanted_since` after a wait has begun or ended.
+
+        Args:
+            now: time in seconds.
+        """
+        if not self.waiting and not self.is_asked:
+            self.wanted_since = None
+        elif self.wanted_since is None:
+            self.wanted_since = now
+
+
+class ModelsBook:
+    """Records all models, and asserts the rules.
+
+    Args:
+        world: limits of the server.
+    """
+
+    def __init__(self, world: ModelsWorld) -> None:
+        self._world = world
+        self.models = [ModelRecord(size, number in world.pinned) for number, size in enumerate(world.bytes)]
+        self.now = 0.0
+
+    def change(self, model: ModelRecord, state: ModelState) -> None:
+        model.state = state
+        model.since = self.now
+        if state is UNLOADED:
+            model.must_unload = False
+
+    def follow(self, number: int, order: ModelOrder) -> None:
+        """Record an order, and assert that it is allowed.
+
+        Args:
+            number: the model.
+            order: the order.
+        """
+        model = self.models[number]
+        if order.state is LOADING:
+            self._check_load(number, model)
+        elif order.state is UNLOADING:
+            self._check_unload(number, model)
+        elif order.state is DRAINING:
+            assert model.state is LOADED, f"{number} is {model.state.value}, and drains"
+            assert model.running, f"{number} drains, but has no leases"
+            assert not model.is_pinned, f"{number} is pinned, and drains"
+            assert model.must_unload or self._must_give_way(model), f"{number} drains before its turn ends"
+        else:
+            assert (order.state, model.state) == (LOADED, DRAINING), f"{number} is {model.state.value}, order {order}"
+            assert not model.must_unload, f"{number} must be unloaded, and gives leases again"
+            assert self._first() is None, f"{number} gives leases again, but {self._first()} needs its memory"
+        self.change(model, order.state)
+        held = sum(model.size for model in self.models if model.state is not UNLOADED)
+        assert held <= self._world.memory, f"the models take {held} of {self._world.memory}"
+
+    def _check_load(self, number: int, model: ModelRecord) -> None:
+        assert model.state is UNLOADED, f"{number} is {model.state.value}, and is loaded"
+        assert model.wanted_since is not None, f"{number} is loaded for nobody"
+        assert self.now >= model.blocked_until, f"{number} is loaded again too soon after a failure"
+        assert self._first() is model, f"{number} is loaded before a model that waits for a longer time"
+        loading = sum(other.state is LOADING for other in self.models)
+        assert loading < self._world.loads, f"{loading + 1} models load at the same time"
+
+    def _check_unload(self, number: int, model: ModelRecord) -> None:
+        assert model.state in (LOADING, LOADED, DRAINING), f"{number} is {model.state.value}, and is unloaded"
+        assert not model.running, f"{number} is unloaded under {sorted(model.running)}"
+        if model.state is LOADING:
+            assert model.wanted_since is None, f"the load of {number} is cancelled, but somebody waits"
+            return
+        assert not model.is_pinned, f"{number} is pinned, and is unloaded"
+        if model.state is LOADED and not model.must_unload:
+            has_lapsed = model.is_idle and self.now >= self.lapses_at(model)
+            first = self._first()
+            is_needed = first is not None and first is not model and (model.is_idle or self._must_give_way(model))
+            assert has_lapsed or is_needed, f"{number} is unloaded without a reason"
+
+    def check_settled(self) -> None:
+        """Assert that `decide` has left nothing undone."""
+        for number, model in enumerate(self.models):
+            if model.state is LOADED:
+                assert not model.waiting, f"{number} is loaded, and requests wait for it"
+                assert not (model.is_idle and self.now >= self.lapses_at(model)), f"{number} is idle for too long"
+            elif model.state is LOADING:
+                assert model.wanted_since is not None, f"{number} is loaded for nobody"
+            elif model.state is DRAINING:
+                assert model.running, f"{number} drains, and has no leases"
+                assert model.must_unload or self._first() is not None, f"{number} drains for nobody"
+        first = self._first()
+        if first is None:
+            return
+        held = sum(model.size for model in self.models if model.state is not UNLOADED)
+        lacking = held + first.size - self._world.memory
+        if lacking <= 0:
+            loading = sum(model.state is LOADING for model in self.models)
+            assert loading == self._world.loads, "a model that fits is not loaded"
+            return
+        lacking -= sum(model.size for model in self.models if model.state in (UNLOADING, DRAINING))
+        may_leave = sum(
+            model.size
+            for model in self.models
+            if model.state is LOADED and not model.is_pinned and (model.is_idle or self._must_give_way(model))
+        )
+        assert lacking <= 0 or may_leave < lacking, "memory for the first model that waits is not freed"
+
+    def lapses_at(self, model: ModelRecord) -> float:
+        if model.is_pinned or self._world.keep_alive is None:
+            return math.inf
+        return model.used_at + self._world.keep_alive
+
+    def _must_give_way(self, model: ModelRecord) -> bool:
+        first = self._first()
+        if first is None or first.wanted_since is None:
+            return False
+        return self.now >= first.wanted_since + self._world.turn and self.now >= model.since + self._world.turn
+
+    def _first(self) -> ModelRecord | None:
+        """Return the model that waits for the longest time to be loaded."""
+        wanted = [
+            (model.wanted_since, number)
+            for number, model in enumerate(self.models)
+            if model.state is UNLOADED and model.wanted_since is not None and model.blocked_until <= self.now
+        ]
+        return self.models[min(wanted)[1]] if wanted else None
+
+
+class ModelsSimulation(EventSimulation[ModelsWorld]):
+    """One run.
+
+    Args:
+        world: limits of the server.
+        trace: called with a line for each effect.
+
+    Attributes:
+        requests: model of each request that waits or runs.
+        book: records of all models.
+    """
+
+    def __init__(self, world: ModelsWorld, *, trace: Trace | None = None) -> None:
+        super().__init__(world, trace)
+        keep_alive = math.inf if world.keep_alive is None else world.keep_alive
+        self._models = HostedModels(
+            HostedModelsSettings(memory_bytes=world.memory, turn_seconds=world.turn, loads_max=world.loads),
+            [
+                ModelSpec(name=str(number), bytes=size, keep_alive_seconds=keep_alive, is_pinned=number in world.pinned)
+                for number, size in enumerate(world.bytes)
+            ],
+        )
+        self.book = ModelsBook(world)
+        self.requests: dict[str, int] = {}
+        self._leases: dict[str, ModelLease] = {}
+        self._settle()
+
+    def apply(self, event: ModelsEvent) -> None:
+        if isinstance(event, Advance):
+            self._advance(self.book.now + event.seconds)
+            return
+        if isinstance(event, Arrive):
+            self._arrive(event)
+        elif isinstance(event, Leave):
+            self._leave(event.id)
+        elif event.model < len(self.book.models):
+            self._report(event, self.book.models[event.model])
+        self._settle()
+
+    def run_to_end(self) -> None:
+        for _ in range(ROUNDS_MAX):
+            for number, model in enumerate(self.book.models):
+                if model.state is LOADING:
+                    self.apply(Loaded(model=number))
+                elif model.state is UNLOADING:
+                    self.apply(Unloaded(model=number))
+            for name in list(self._leases):
+                self.apply(Leave(id=name))
+            if not self.requests and all(model.wanted_since is None for model in self.book.models):
+                break
+            self._advance(min(self._models.next_at(self.book.now), self.book.now + self.world.turn))
+        assert not self.requests, f"{sorted(self.requests)} wait for ever"
+        if self.world.keep_alive is not None:
+            self._advance(self.book.now + self.world.keep_alive)
+        for number, model in enumerate(self.book.models):
+            if model.state is UNLOADING:
+                self.apply(Unloaded(model=number))
+        for number, model in enumerate(self.book.models):
+            stays = self.world.keep_alive is None or model.is_pinned
+            assert model.state is UNLOADED or (stays and model.state is LOADED), f"{number} is {model.state.value}"
+            assert not self._models[str(number)].leases, f"a lease on {number} is left"
+        held = sum(model.size for model in self.book.models if model.state is not UNLOADED)
+        assert self._models.held_bytes == held, f"{self._models.held_bytes} bytes are held, not {held}"
+
+    def _advance(self, until: float) -> None:
+        """Let time pass, and call `decide` at the times that `next_at` names."""
+        while True:
+            at = self._models.next_at(self.book.now)
+            assert at > self.book.now, f"at {self.book.now}, the next decision was due at {at}"
+            self.book.now = min(at, until)
+            orders = self._settle()
+            assert self.book.now == at or not orders, f"{orders} came late, the next decision was due at {at}"
+            if self.book.now == until:
+                return
+
+    def _arrive(self, event: Arrive) -> None:
+        if event.id in self.requests or event.model >= len(self.book.models):
+            return
+        model, now = self.book.models[event.model], self.book.now
+        self._count("requests")
+        others = sum(other.size for other in self.book.models if other.is_pinned and other is not model)
+        try:
+            self._models.wait(str(event.model), now)
+        except InvalidRequest:
+            self._count("refused: too large")
+            assert model.size + others > self.world.memory, f"{event.id} is refused, but its model fits"
+            return
+        except Overloaded:
+            self._count("refused: load failed")
+            assert now < model.blocked_until, f"{event.id} is refused, but its model may be loaded"
+            return
+        assert model.size + others <= self.world.memory, f"{event.id} waits for a model that never fits"
+        assert now >= model.blocked_until, f"{event.id} waits for a model whose load has just failed"
+        self.requests[event.id] = event.model
+        model.waiting.add(event.id)
+        model.note_wait(now)
+
+    def _leave(self, name: str) -> None:
+        number = self.requests.pop(name, None)
+        if number is None:
+            return
+        model = self.book.models[number]
+        if name in model.waiting:
+            self._count("left while waiting")
+            model.waiting.remove(name)
+            model.note_wait(self.book.now)
+            self._models.stop_waiting(str(number), self.book.now)
+            return
+        lease = self._leases.pop(name)
+        if name in model.running:
+            self._count("served")
+            model.running.remove(name)
+            model.used_at = self.book.now
+        # A crash has returned the lease already.
+        self._models.release(lease, self.book.now)
+
+    def _report(self, event: ModelsEvent, model: ModelRecord) -> None:
+        assert not isinstance(event, (Arrive, Leave, Advance))
+        name, now = str(event.model), self.book.now
+        if isinstance(event, Loaded):
+            if model.state is LOADING:
+                self._count("loads")
+                self.book.change(model, LOADED)
+                model.used_at, model.is_asked = now, False
+                model.note_wait(now)
+                self._models.on_loaded(name, now)
+            elif model.state is UNLOADING:
+                self._models.on_loaded(name, now)
+        elif isinstance(event, LoadFails):
+            if model.state is LOADING:
+                self._count("loads failed")
+                self._models.on_failed(name, now, "its load failed")
+                self._fail(event.model, model)
+        elif isinstance(event, Unloaded):
+            if model.state is UNLOADING:
+                self._count("unloads")
+                self.book.change(model, UNLOADED)
+                self._models.on_unloaded(name, now)
+        elif isinstance(event, Crash):
+            if model.state in (LOADED, DRAINING, UNLOADING):
+                self._count("crashes")
+                was_unloading = model.state is UNLOADING
+                model.running.clear()
+                self._models.on_failed(name, now, "it crashed")
+                if was_unloading:
+                    self.book.change(model, UNLOADED)
+                else:
+                    self._fail(event.model, model)
+        elif isinstance(event, LoadNow):
+            self._load_now(event.model, model)
+        elif not model.is_pinned:
+            self._count("unload requests")
+            model.is_asked = False
+            model.note_wait(now)
+            model.must_unload = model.state in (LOADED, DRAINING)
+            self._follow(self._models.request_unload(name, now))
+
+    def _fail(self, number: int, model: ModelRecord) -> None:
+        self.book.change(model, UNLOADED)
+        model.blocked_until = self._models[str(number)].retry_at
+        assert model.blocked_until >= self.book.now + RETRY_SECONDS_MIN, f"{number} is loaded again at once"
+        model.is_asked = model.is_pinned
+        model.note_wait(self.book.now)
+        for name in sorted(model.waiting):
+            self._leave(name)
+        self._count("failures")
+
+    def _load_now(self, number: int, model: ModelRecord) -> None:
+        others = sum(other.size for other in self.book.models if other.is_pinned and other is not model)
+        try:
+            self._models.request_load(str(number), self.book.now)
+        except InvalidRequest:
+            assert model.size + others > self.world.memory, f"{number} is refused, but fits"
+            return
+        self._count("load requests")
+        model.blocked_until = -math.inf
+        if model.state in (UNLOADED, UNLOADING):
+            model.is_asked = True
+            model.note_wait(self.book.now)
+
+    def _settle(self) -> list[ModelOrder]:
+        """Give leases, and follow the decisions."""
+        orders: list[ModelOrder] = []
+        while True:
+            for number, model in enumerate(self.book.models):
+                for name in sorted(model.waiting):
+                    lease = self._models.lease(str(number), self.book.now)
+                    assert (lease is not None) == (model.state is LOADED), f"{number} is {model.state.value}: {lease}"
+                    if lease is not None:
+                        model.waiting.remove(name)
+                        model.note_wait(self.book.now)
+                        model.running.add(name)
+                        self._leases[name] = lease
+                        self._count("leases")
+            decided = self._models.decide(self.book.now)
+            self._follow(decided)
+            orders += decided
+            if not decided:
+                break
+        self.book.check_settled()
+        return orders
+
+    def _follow(self, orders: list[ModelOrder]) -> None:
+        for order in orders:
+            self._tell(f"  {order.name} {order.state.value}: {order.reason}")
+            self._count(f"orders: {order.state.value}")
+            self.book.follow(int(order.name), order)
+
+
+class ModelsGenerator:
+    """Draws a world, and then one event after another.
+
+    Args:
+        rng: source of randomness.
+    """
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        count = rng.randint(1, 10)
+        memory = rng.randint(2, 12)
+        sizes = tuple(min(rng.choice((1, 1, 2, 3, 4)), memory + 1) for _ in range(count))
+        pinned = tuple(number for number in range(count) if rng.random() < 0.1)
+        while sum(sizes[number] for number in pinned) > memory:
+            pinned = pinned[1:]
+        self.world = ModelsWorld(
+            memory=memory,
+            bytes=sizes,
+            pinned=pinned,
+            turn=rng.choice((0.5, 2.0, 10.0)),
+            keep_alive=rng.choice((None, 0.0, 3.0, 30.0)),
+            loads=rng.choice((1, 1, 2)),
+        )
+        self._arrivals = 0
+        self._favourites = [rng.randrange(count) for _ in range(2)]
+
+    def next_event(self, simulation: ModelsSimulation) -> ModelsEvent:
+        """Draw the next event.
+
+        Args:
+            simulation: the run so far.
+        """
+        rng, book = self._rng, simulation.book
+        kind = rng.random()
+        if kind < 0.3:
+            self._arrivals += 1
+            numbers = self._favourites if rng.random() < 0.4 else range(len(book.models))
+            return Arrive(id=f"r{self._arrivals}", model=rng.choice(numbers))
+        if kind < 0.5 and simulation.requests:
+            return Leave(id=rng.choice(list(simulation.requests)))
+        if kind < 0.75:
+            return Advance(seconds=round(rng.choice((0.1, 1.0, self.world.turn, 4.0, 40.0)) * rng.random(), 2) + 0.01)
+        busy = [number for number, model in enumerate(book.models) if model.state in (LOADING, UNLOADING)]
+        if kind < 0.94 and busy:
+            number = rng.choice(busy)
+            if book.models[number].state is UNLOADING:
+                return Unloaded(model=number) if rng.random() < 0.8 else Loaded(model=number)
+            return Loaded(model=number) if rng.random() < 0.85 else LoadFails(model=number)
+        number = rng.randrange(len(book.models))
+        return rng.choice((Crash(model=number), LoadNow(model=number), UnloadNow(model=number)))
