@@ -380,6 +380,7 @@ async def test_a_share_of_the_exchanges_is_reserved_for_callers_with_a_key(autoj
         "exchanges_max": 1,
         "streams_max": 0,
         "unknown_callers": 2,
+        "websockets_max": 0,
         "websockets_per_caller": 0,
     }
     await http2.reset(unknown[0])

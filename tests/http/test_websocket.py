@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.contracts.errors import Overloaded
 from trioserve.http.counters import StreamRefusal, show_counters
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
@@ -284,6 +285,114 @@ async def test_client_that_stops_reading_loses_its_connection_after_the_stall_li
     assert the_front.connection_count == 0
 
 
+async def test_checks_continue_when_the_connection_that_runs_them_ends(autojump_clock, front, http):
+    the_front = front(echo, websocket_ping_seconds=20, websocket_pong_seconds_max=7)
+    first, second = await opened(the_front, http), await opened(the_front, http)
+    second.answers_pings = False
+    began_at = trio.current_time()
+    await trio.sleep(5)
+    first.leave()
+    assert (await second.closed()).code == 1011
+    assert trio.current_time() - began_at == 27
+
+
+async def test_one_task_pings_all_websockets(autojump_clock, front):
+    the_front = front(echo, websocket_ping_seconds=20)
+    websockets = [await opened(the_front) for _ in range(100)]
+    async with trio.open_nursery() as nursery:
+        for websocket in websockets:
+            nursery.start_soon(websocket.closed)
+        await trio.sleep(1)
+        tasks = [task for connection in the_front.nursery.child_tasks for task in descendants(connection)]
+        assert sum("WebSocketTimer" in task.name for task in tasks) == 1
+        await trio.sleep(60)
+        assert {len(websocket.pings) for websocket in websockets} == {3}
+        nursery.cancel_scope.cancel()
+    for websocket in websockets:
+        websocket.leave()
+
+
+def descendants(task: trio.lowlevel.Task) -> list[trio.lowlevel.Task]:
+    children = [child for nursery in task.child_nurseries for child in nursery.child_tasks]
+    return [*children, *(found for child in children for found in descendants(child))]
+
+
+async def test_idle_websockets_take_no_places_of_requests(autojump_clock, front, http):
+    slots = []
+
+    async def handler(exchange):
+        if not exchange.is_websocket:
+            await exchange.respond(200, [], b"ok")
+            return
+        websocket = await exchange.accept_websocket()
+        while True:
+            message = await websocket.receive()
+            if message == "begin":
+                try:
+                    slots.append(websocket.take_slot())
+                except Overloaded as error:
+                    message = error.reason
+            elif message == "end":
+                slots.pop()()
+            await websocket.send(message)
+
+    the_front = front(handler, exchanges_max=1)
+    websockets = [await opened(the_front, http) for _ in range(3)]
+    counters = the_front.server.counters()
+    assert (counters.websockets_open, counters.exchanges_open) == (3, 0)
+    assert await asked(websockets[0], "begin") == "begin"
+    assert the_front.server.counters().exchanges_open == 1
+    assert await asked(websockets[1], "begin") == "exchanges_max"
+    client = the_front.h11()
+    await client.request(method="GET")
+    assert (await client.response(next_cycle=False))[0] == 503
+    assert await asked(websockets[0], "end") == "end"
+    assert await asked(websockets[1], "begin") == "begin"
+    assert await asked(websockets[1], "end") == "end"
+    for websocket in websockets:
+        websocket.leave()
+    await the_front.settle()
+    counters = the_front.server.counters()
+    assert (counters.websockets_open, counters.exchanges_open) == (0, 0)
+    assert counters.streams_refused_total[StreamRefusal.EXCHANGES_MAX] == 2
+
+
+async def asked(websocket: MemoryWebSocket, message: str) -> str | bytes:
+    await websocket.send(message)
+    return await websocket.receive()
+
+
+async def test_websockets_of_a_server_are_bounded(autojump_clock, front):
+    the_front = front(echo, websockets_max=2)
+    first, second = await opened(the_front), await opened(the_front, 2)
+    with pytest.raises(WebSocketRefused) as refused:
+        await opened(the_front)
+    assert (refused.value.status, refused.value.headers["x-trioserve-reason"]) == (503, "websockets_max")
+    client = the_front.h11()  # Requests are served.
+    await client.request(method="GET")
+    assert (await client.response(next_cycle=False))[0] == 500  # The handler accepts only websockets.
+    first.leave()
+    await the_front.settle()
+    third = await opened(the_front)
+    for websocket in (second, third):
+        websocket.leave()
+    await the_front.settle()
+    assert the_front.server.counters().streams_refused_total[StreamRefusal.WEBSOCKETS_MAX] == 1
+
+
+async def test_drain_waits_for_websockets_and_not_for_later_ones(autojump_clock, front):
+    the_front = front(echo)
+    early = await opened(the_front)
+    the_front.server.announce_drain()
+    late = await opened(the_front)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(the_front.server.wait_until_answered)
+        await the_front.settle()
+        assert nursery.child_tasks
+        early.leave()
+    late.leave()
+
+
 @pytest.mark.parametrize("has_keys", [True, False])
 async def test_websockets_of_one_caller_are_bounded(autojump_clock, has_keys):
     def knows(headers):
@@ -332,6 +441,7 @@ async def test_messages_and_bytes_of_websockets_are_counted(autojump_clock, fron
     values = dict(line.rpartition(" ")[::2] for line in lines if line.startswith("trioserve:websocket"))
     assert {name.partition("{")[0].removeprefix("trioserve:"): value for name, value in values.items()} == {
         "websockets_open": "1.0",
+        "websockets_max": "8192.0",
         "websockets_total": "1.0",
         "websocket_messages_received_total": "2.0",
         "websocket_messages_sent_total": "2.0",

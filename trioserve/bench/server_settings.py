@@ -294,7 +294,7 @@ class AgentBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         mode: "replay" replays sessions. "turns" compares a turn over HTTP and over a websocket, "idle" keeps
             `connections` websockets open. Both use a server with a fake model.
-        connections: idle websockets. A server has 4,096 exchanges at a time, and each websocket is one.
+        connections: idle websockets.
         model: model of every server.
         shape: "small" for a small model on a CPU, "full" for the shape of public traces.
         scale: factor of all token counts of the shape.
@@ -314,7 +314,7 @@ class AgentBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     mode: Literal["replay", "turns", "idle"] = "replay"
-    connections: int = 4_000
+    connections: int = 5_000
     model: str = "smollm2"
     shape: Literal["small", "full"] = "small"
     scale: float = 1.0

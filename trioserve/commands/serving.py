@@ -324,6 +324,9 @@ def frontend_limits(config: ServerOptions) -> FrontendLimits:
     return FrontendLimits(
         connections_max=connections_max,
         connections_per_address_max=of_address or max(1, connections_max - max(1, connections_max // 64)),
+        websockets_max=config.max_websockets,
+        websockets_per_caller_max=config.max_websockets_per_caller,
+        websocket_idle_seconds_max=config.websocket_idle_timeout,
         body_bytes_max=config.max_body_bytes,
         body_seconds_max=config.body_timeout
         or max(FrontendLimits().body_seconds_max, config.max_body_bytes / SLOW_LINK_BYTES_PER_SECOND),

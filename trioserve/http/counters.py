@@ -64,6 +64,8 @@ class StreamRefusal(enum.StrEnum):
     STREAMS_MAX = "streams_max"
     UNKNOWN_CALLERS = "unknown_callers"
     """Callers without an API key have used their share of the exchanges."""
+    WEBSOCKETS_MAX = "websockets_max"
+    """As many websockets are open as the server allows. On HTTP/1.1, the client gets 503."""
     WEBSOCKETS_PER_CALLER = "websockets_per_caller"
     """The caller has as many open websockets as allowed. On HTTP/1.1, the client gets 429."""
 
@@ -104,6 +106,7 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Exchanges whose handler raised, or returned without a complete response."""
     streams_refused_total: Mapping[StreamRefusal, int]
     websockets_open: int
+    websockets_max: int
     websockets_total: int
     websocket_messages_received_total: int
     websocket_messages_sent_total: int
@@ -148,11 +151,13 @@ class Tally:
         exchanges_behind: int,
         connections_known_open: int = 0,
         connections_max: int = 0,
+        websockets_max: int = 0,
     ) -> FrontendCounters:
         return FrontendCounters(
             **dataclasses.asdict(self),
             connections_known_open=connections_known_open,
             connections_max=connections_max,
+            websockets_max=websockets_max,
             request_body_bytes_held=bodies.bytes_held,
             request_body_bytes_total=bodies.bytes_total,
             answer_bytes_held=answer_bytes_held,
@@ -178,6 +183,7 @@ def show_counters(metrics: Metrics, read: Callable[[], FrontendCounters]) -> Non
         metrics.answer_bytes_held.set(counters.answer_bytes_held)
         metrics.request_body_bytes_held.set(counters.request_body_bytes_held)
         metrics.websockets_open.set(counters.websockets_open)
+        metrics.websockets_max.set(counters.websockets_max)
         # Counters of prometheus_client have no setter. So the increase since the last scrape is added.
         totals = {
             "connections_total": counters.connections_total,

@@ -142,6 +142,18 @@ class WebSocket(abc.ABC):
         """
 
     @abc.abstractmethod
+    def take_slot(self) -> Callable[[], None]:
+        """Count a response of this websocket as a running request. An open websocket without a response does not count.
+        The websocket is not idle until the response ends.
+
+        Returns:
+            A function that ends the count. Call it once, when the response has ended.
+
+        Raises:
+            Overloaded: too many requests are running. An ASGI host limits its requests itself.
+        """
+
+    @abc.abstractmethod
     def release(self) -> None:
         """Release all resources of the websocket. The connection calls this method when the handler has ended. If no
         close frame was sent, this method sends one with the code 1001, if the connection allows that without waiting.

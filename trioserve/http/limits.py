@@ -58,7 +58,8 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     connection, if the server requires keys. Responses to callers without a key are short.
     """
     exchanges_max: int = 4096
-    """Maximum number of running requests of all connections together. Each request is a task of about 20 KB. The
+    """Maximum number of running requests of all connections together. Each request is a task of about 20 KB. A
+    websocket counts only while one of its responses runs. The
     default is many times the queue of an engine. Without this limit, connections_max times streams_max requests could
     run.
     """
@@ -170,6 +171,10 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Time without a message in either direction after which the server closes a websocket. An agent may wait half an
     hour for a tool, such as a test run or the approval of a person. Pings do not count, because every client library
     answers them without its user.
+    """
+    websockets_max: int = 8192
+    """Maximum number of open websockets of all connections together. They do not count as running requests, because
+    most of them wait for their agents. An idle websocket takes about 30 KB.
     """
     websockets_per_caller_max: int = 512
     """Maximum number of open websockets of one API key, or of one address if the server requires no keys or the caller

@@ -13,7 +13,14 @@ import trio
 
 from trioserve.http.body_budget import BodyBudget
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.http.connection_setup import ConnectionSetup, ExchangeSlots, Flusher, KnowsCaller, close_now
+from trioserve.http.connection_setup import (
+    ConnectionSetup,
+    ExchangeSlots,
+    Flusher,
+    KnowsCaller,
+    WebSocketTimer,
+    close_now,
+)
 from trioserve.http.counters import ConnectionRefusal, FrontendCounters, Tally
 from trioserve.http.exchange import Handler
 from trioserve.http.http1.connection import H11Connection
@@ -70,6 +77,7 @@ class FrontendServer:
             body_budget=BodyBudget(self._limits),
             clock_and_ids=clock_and_ids or ClockAndIds(),
             flusher=Flusher(),
+            websocket_timer=WebSocketTimer(),
         )
         self._connections: set[H2Connection | H11Connection] = set()
         self._unidentified: set[trio.CancelScope] = set()
@@ -127,6 +135,7 @@ class FrontendServer:
             self._setup.body_budget,
             connections_known_open=self._places.known_count,
             connections_max=self._limits.connections_max,
+            websockets_max=self._limits.websockets_max,
             answer_bytes_held=sum(byte_count for byte_count, _ in unsent),
             exchanges_behind=sum(exchange_count for _, exchange_count in unsent),
         )

@@ -136,6 +136,9 @@ class ServerMetrics:
         Counter, Metric(Question.SIZES, "bytes", "Bytes of request bodies that were read.", part="frontend")
     ]
     websockets_open: Annotated[Gauge, Metric(Question.LOAD, "websockets", "Open websockets.", part="frontend")]
+    websockets_max: Annotated[
+        Gauge, Metric(Question.LOAD, "websockets", "Limit of open websockets: --max-websockets.", part="frontend")
+    ]
     websockets_total: Annotated[
         Counter, Metric(Question.LOAD, "websockets", "Websockets that were accepted.", part="frontend")
     ]

@@ -120,6 +120,15 @@ class ServerOptions(QueueOptions):
     max_connections_per_address: Annotated[Annotated[int, Meta(ge=1, le=1000000)] | None, about(
         "of these, connections from one address (IPv6: one /64) that have shown no API key; does not apply to Unix "
         "sockets; default: all but one in 64", "N")] = None
+    max_websockets: Annotated[int, about(
+        "open websockets at a time, each with its own connection or HTTP/2 stream; further ones are refused with 503. "
+        "An idle websocket does not count as a running request", "N", ge=1, le=1000000)] = FRONTEND.websockets_max
+    max_websockets_per_caller: Annotated[int, about(
+        "of these, websockets of one API key, or of one address that has shown none; further ones are refused with 429",
+        "N", ge=1, le=1000000)] = FRONTEND.websockets_per_caller_max
+    websocket_idle_timeout: Annotated[float, about(
+        "seconds without a message in either direction after which a websocket is closed with the code 1001; pings do "
+        "not count", "SECONDS", gt=0, le=86400)] = FRONTEND.websocket_idle_seconds_max
     max_body_bytes: Annotated[int, about(
         "largest size of a request's body; a larger one is refused with 413",
         "BYTES", ge=1024, le=2**31 - 1)] = FRONTEND.body_bytes_max

@@ -15,6 +15,7 @@ import trio
 
 from trioserve.api.limits import ConnectionSettings
 from trioserve.api.responses.response_types import ResponseEvent
+from trioserve.http.limits import FrontendLimits
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 from trioserve.testing.memory_websocket import MemoryWebSocket
 
@@ -274,6 +275,38 @@ async def test_too_many_waiting_responses_are_refused(autojump_clock):
         server.engine.resume_generation()
         for _ in range(3):
             assert (await agent.response())["status"] == "completed"
+
+
+async def test_response_is_refused_while_too_many_requests_run(autojump_clock):
+    limits = FrontendLimits(exchanges_max=1)
+    async with (
+        opened(limits=limits, response="x" * 500, step_seconds=0.01) as server,
+        connected(server) as first,
+        connected(server) as second,
+    ):
+        await first.create()
+        await first.until("response.created")
+        assert server.server.counters().exchanges_open == 1
+        await second.create()
+        assert (await second.error())["headers"]["x-trioserve-reason"] == "exchanges_max"
+        await first.send({"type": "response.cancel"})
+        await first.response()
+        assert (await second.ask())["status"] == "completed"
+
+
+async def test_queued_response_keeps_an_idle_connection_open(autojump_clock):
+    limits = FrontendLimits(websocket_idle_seconds_max=60)
+    async with opened(limits=limits) as server, connected(server) as agent:
+        await server.engine.pause_generation("keep")
+        await agent.create()
+        with trio.move_on_after(200):
+            await agent.next()
+        server.engine.resume_generation()
+        assert (await agent.response())["status"] == "completed"
+        ended_at = trio.current_time()
+        closed = await agent.socket.closed()
+        assert (closed.code, closed.reason) == (1001, "no message for 60 seconds")
+        assert trio.current_time() - ended_at == pytest.approx(60, abs=0.3)
 
 
 async def test_cancel_ends_a_response_and_frees_its_blocks(autojump_clock):

@@ -313,19 +313,29 @@ class _Connection:
             busy.add(turn.stream_id)
 
     async def _work(self, turn: Turn) -> None:
-        following: Turn | None = turn
-        while following is not None:
-            turn = self._running[turn.stream_id] = following
-            try:
-                await self._serve(turn.exchange, self._context.caller, turn.respond)
-                following = await self._successor(turn)
-            except BaseException:
-                del self._running[turn.stream_id]
-                raise
-        del self._running[turn.stream_id]
+        try:
+            await self._respond(turn)
+        finally:
+            del self._running[turn.stream_id]
         self._start_ready()
         if not self._running:
             self._idle.set()
+
+    async def _respond(self, turn: Turn) -> None:
+        """Make a response, and the responses that follow it because it is steered."""
+        try:
+            release_slot = self._socket.take_slot()
+        except Overloaded as error:
+            await self._send_error(error, turn.stream_id)
+            return
+        try:
+            following: Turn | None = turn
+            while following is not None:
+                turn = self._running[turn.stream_id] = following
+                await self._serve(turn.exchange, self._context.caller, turn.respond)
+                following = await self._successor(turn)
+        finally:
+            release_slot()
 
     async def _successor(self, turn: Turn) -> Turn | None:
         """Return the response that follows a steered response at once, if any."""

@@ -177,7 +177,8 @@ async def measure_transport(settings: AgentBenchSettings) -> TransportReport:
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     count = str(settings.connections + 16)
-    words = ["scripted", "--max-connections", count, "--max-connections-per-address", count]
+    limits = ("--max-connections", "--max-connections-per-address", "--max-websockets")
+    words = ["scripted", *(word for limit in limits for word in (limit, count))]
     with ServerProcess("scripted", [*words, *settings.server_flags]) as server:
         await server.wait_until_ready(READY_SECONDS_MAX)
         target = Target.from_url(server.url)

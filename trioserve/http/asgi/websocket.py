@@ -6,6 +6,7 @@ The other limits of FrontendLimits apply here: size and number of unread message
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import trio
 
@@ -156,6 +157,7 @@ class AsgiWebSocket(WebSocket):
         self._is_passing = False  # True while the host's `send` runs.
         self._has_left = False
         self._is_released = False
+        self._responses_running = 0
         self._message_at = trio.current_time()  # The time of the last message in either direction.
         tally.websockets_open += 1
         tally.websockets_total += 1
@@ -169,15 +171,30 @@ class AsgiWebSocket(WebSocket):
     async def receive(self) -> str | bytes:
         self._unread.release_received()
         while True:
-            with trio.CancelScope(deadline=self._message_at + self._limits.websocket_idle_seconds_max):
+            with trio.CancelScope(deadline=self._idle_at):
                 while True:
                     await self._check_open()
                     if self._unread:
                         return self._unread.take()
                     await self._exchange.wait_for_change()
-            if trio.current_time() >= self._message_at + self._limits.websocket_idle_seconds_max:
+            if trio.current_time() >= self._idle_at:
                 reason = f"no message for {self._limits.websocket_idle_seconds_max:g} seconds"
                 self._break_off(Broken(reason, close_code=GOING_AWAY, refusal=ConnectionRefusal.WEBSOCKET_IDLE))
+
+    @property
+    def _idle_at(self) -> float:
+        """The time at which the websocket ends because it is idle. It moves while a response runs."""
+        now = trio.current_time()
+        return (now if self._responses_running else self._message_at) + self._limits.websocket_idle_seconds_max
+
+    def take_slot(self) -> Callable[[], None]:
+        self._responses_running += 1
+
+        def end() -> None:
+            self._responses_running -= 1
+            self._message_at = trio.current_time()
+
+        return end
 
     async def send(self, message: str | bytes) -> None:
         while True:

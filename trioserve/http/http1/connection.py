@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.http.body_budget import BodyShare
-from trioserve.http.connection_setup import ConnectionSetup, break_off, close_after, close_now
+from trioserve.http.connection_setup import RETRY_SECONDS, TOO_MANY, ConnectionSetup, break_off, close_after, close_now
 from trioserve.http.counters import ConnectionRefusal, StreamRefusal
 from trioserve.http.exchange import HeaderFields, WebSocket
 from trioserve.http.handler_call import JSON_FIELDS, call_handler, refusal_body
@@ -39,14 +39,6 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 65536
 # One write has at most this number of bytes. After each write, the client gets more time to read the next one.
 WRITE_BYTES = 65536
-TOO_MANY = {
-    StreamRefusal.EXCHANGES_MAX: (503, "too many requests are running: try again shortly"),
-    StreamRefusal.UNKNOWN_CALLERS: (
-        503,
-        "too many requests without a key are running: send a key, or try again shortly",
-    ),
-    StreamRefusal.WEBSOCKETS_PER_CALLER: (429, "too many websockets of this caller are open: close one of them"),
-}
 UNSCHEDULED_BYTES_MAX = 4096  # A write up to this size does not let other tasks run.
 
 
@@ -275,7 +267,7 @@ class H11Connection:
         self._is_last = True
         self._wire = H11WebSocketWire(self, self._transport, self._nursery, self._pace)
         self._websocket = FramedWebSocket(
-            self._wire, exchange.scope, setup.body_budget, self._limits, self._tally, peer=self._peer
+            self._wire, exchange.scope, setup, self._nursery, is_known=self._is_known, peer=self._peer
         )
         exchange.response.accept(self._websocket)
         if setup.slots.is_draining:
@@ -283,7 +275,6 @@ class H11Connection:
         self._wire.push(head)
         self._websocket.feed(following)
         self._nursery.start_soon(self._parse_frames, self._websocket)
-        self._nursery.start_soon(self._websocket.watch)
         self._notify_change()
         return self._websocket
 
@@ -411,7 +402,7 @@ class H11Connection:
         refusal = self._setup.slots.refusal(is_known=self._is_known, websocket_caller=self._websocket_caller)
         if refusal is not None:
             self._tally.streams_refused_total[refusal] += 1
-            return *TOO_MANY[refusal], (("retry-after", "1"), ("x-trioserve-reason", refusal.value))
+            return *TOO_MANY[refusal], (("retry-after", str(RETRY_SECONDS)), ("x-trioserve-reason", refusal.value))
         return None
 
     async def _respond(self, head: RequestHead) -> bool:

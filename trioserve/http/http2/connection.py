@@ -235,7 +235,7 @@ class H2Connection:
         from trioserve.http.websocket.framed import FramedWebSocket
 
         websocket = FramedWebSocket(
-            stream, stream.scope, self._setup.body_budget, self._limits, self._tally, peer=self._peer
+            stream, stream.scope, self._setup, self._nursery, is_known=stream.is_known, peer=self._peer
         )
         if self._setup.slots.is_draining:
             websocket.draining.set()

@@ -211,7 +211,6 @@ class H2Stream(Exchange):
         self.response.accept(websocket)
         self._websocket = websocket
         self._owner.send_head(self, [(b":status", b"200"), *fields], end_stream=False)
-        self._owner.start_task(websocket.watch)
         arrived = list(self._arrived)
         self._arrived.clear()
         for piece, window_bytes in arrived:

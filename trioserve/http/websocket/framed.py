@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import trio
 
-from trioserve.http.body_budget import BodyBudget
-from trioserve.http.counters import ConnectionRefusal, Tally
+from trioserve.http.connection_setup import TIMER_SECONDS, ConnectionSetup
+from trioserve.http.counters import ConnectionRefusal
 from trioserve.http.exchange import WebSocket
-from trioserve.http.limits import FrontendLimits
 from trioserve.http.websocket.messages import Broken, MessageReader, UnreadMessages
 
 __all__ = ["FramedWebSocket", "WebSocketWire"]
@@ -49,14 +49,14 @@ class WebSocketWire(Protocol):
 
 
 class FramedWebSocket(WebSocket):
-    """A websocket whose frames this server parses. The exchange creates it, and a task of the connection runs `watch`.
+    """A websocket whose frames this server parses. The exchange creates it.
 
     Args:
         wire: sends bytes.
         scope: the scope of the handler.
-        budget: counts the bytes of messages.
-        limits: limits of the server.
-        tally: counters of the server.
+        setup: objects that all connections of the server share.
+        nursery: the nursery of the connection.
+        is_known: True if the caller has shown an API key, or the server requires none.
         peer: the client's address, shown in the log.
 
     Attributes:
@@ -68,20 +68,23 @@ class FramedWebSocket(WebSocket):
         self,
         wire: WebSocketWire,
         scope: trio.CancelScope,
-        budget: BodyBudget,
-        limits: FrontendLimits,
-        tally: Tally,
+        setup: ConnectionSetup,
+        nursery: trio.Nursery,
         *,
+        is_known: bool,
         peer: str,
     ) -> None:
-        now = trio.current_time()
+        now, limits = trio.current_time(), setup.limits
         self.draining = trio.Event()
         self._wire = wire
         self._scope = scope
         self._limits = limits
-        self._tally = tally
+        self._tally = setup.tally
+        self._slots = setup.slots
+        self._timer = setup.websocket_timer
+        self._is_known = is_known
         self._peer = peer
-        self._unread = UnreadMessages(budget, limits)
+        self._unread = UnreadMessages(setup.body_budget, limits)
         self._reader = MessageReader(self._unread, limits, now=now)
         self.is_closed = False
         self.is_over = False
@@ -89,11 +92,11 @@ class FramedWebSocket(WebSocket):
         self._changed: trio.Event | None = None
         self._received_at = now  # The time at which the client's last bytes arrived.
         self._message_at = now  # The time of the last message in either direction.
+        self._responses_running = 0
         self._ping_at: float | None = None  # The time of the unanswered ping, or of the last progress after it.
         self._ping_sent_bytes = 0
-        self._nap = trio.CancelScope()  # The scope contains the sleep of `watch`.
-        tally.websockets_open += 1
-        tally.websockets_total += 1
+        setup.slots.open_websocket(is_known=is_known)
+        setup.websocket_timer.add(self, self._next_check_at(), nursery)
 
     # --- methods for the handler ---
 
@@ -135,6 +138,18 @@ class FramedWebSocket(WebSocket):
         self.is_over = True
         self._notify_change()
 
+    def take_slot(self) -> Callable[[], None]:
+        release_slot = self._slots.take_for_response(is_known=self._is_known)
+        self._responses_running += 1
+
+        def end() -> None:
+            release_slot()
+            self._responses_running -= 1
+            self._message_at = trio.current_time()
+            self._timer.check_by(self, self._next_check_at())
+
+        return end
+
     def release(self) -> None:
         if self._is_released:
             return
@@ -142,9 +157,9 @@ class FramedWebSocket(WebSocket):
         if not self.is_over:
             self._send_close(GOING_AWAY, "the server is shutting down")
         self.is_over = True
-        self._nap.cancel()
+        self._timer.remove(self)
         self._unread.release()
-        self._tally.websockets_open -= 1
+        self._slots.close_websocket(is_known=self._is_known)
 
     # --- methods for the connection ---
 
@@ -159,7 +174,7 @@ class FramedWebSocket(WebSocket):
         self._received_at = trio.current_time()
         if self._ping_at is not None:
             self._ping_at = None
-            self._nap.deadline = min(self._nap.deadline, self._next_check_at())
+            self._timer.check_by(self, self._next_check_at())
         self._tally.websocket_bytes_received_total += len(data)
         self._reader.feed(data)
 
@@ -187,8 +202,8 @@ class FramedWebSocket(WebSocket):
             self._tally.websocket_messages_received_total += reader.message_count - message_count
         if broken is not None:
             self._break_off(broken)
-        elif reader.pace is not None and reader.pace.deadline < self._nap.deadline:
-            self._nap.deadline = reader.pace.deadline
+        elif reader.pace is not None:
+            self._timer.check_by(self, reader.pace.deadline)
         if reader.closed_by_client and not self.is_over:
             self.is_over = True
             if not self.is_closed:
@@ -211,17 +226,26 @@ class FramedWebSocket(WebSocket):
         self._end()
         return False
 
-    async def watch(self) -> None:
+    def check(self, now: float) -> float:
         """Ping a silent client, and end the websocket if its client does not answer, is idle, or is too slow to send a
-        message. Returns after `release`.
+        message. The timer calls this method.
+
+        Args:
+            now: current time, in Trio's seconds.
+
+        Returns:
+            The time of the next check.
         """
-        while not self.is_over:
-            with trio.CancelScope(deadline=self._next_check_at()) as self._nap:
-                await trio.sleep_forever()
-            if not self.is_closed:
-                self._check_times(trio.current_time())
+        if not self.is_closed:
+            self._check_times(now)
+        return self._next_check_at()
 
     # --- helpers ---
+
+    @property
+    def _idle_at(self) -> float:
+        """The time at which the websocket ends because it is idle."""
+        return math.inf if self._responses_running else self._message_at + self._limits.websocket_idle_seconds_max
 
     def _next_check_at(self) -> float:
         if self.is_closed:
@@ -233,7 +257,7 @@ class FramedWebSocket(WebSocket):
             alive_until = self._ping_at + limits.websocket_pong_seconds_max
         return min(
             alive_until,
-            self._message_at + limits.websocket_idle_seconds_max,
+            self._idle_at,
             math.inf if pace is None else pace.deadline,
         )
 
@@ -245,11 +269,12 @@ class FramedWebSocket(WebSocket):
                 f"second by at most {limits.body_wait_seconds_max:g} seconds"
             )
             self._break_off(Broken(reason, close_code=POLICY, refusal=ConnectionRefusal.BODY_TIMEOUT))
-        elif now >= self._message_at + limits.websocket_idle_seconds_max:
+        elif now >= self._idle_at:
             reason = f"no message for {limits.websocket_idle_seconds_max:g} seconds"
             self._break_off(Broken(reason, close_code=GOING_AWAY, refusal=ConnectionRefusal.WEBSOCKET_IDLE))
         elif self._ping_at is None:
-            if now >= self._received_at + limits.websocket_ping_seconds:
+            # The ping may be a little early, so that each ping needs one check.
+            if now >= self._received_at + limits.websocket_ping_seconds - TIMER_SECONDS:
                 self._ping_at = now
                 self._push(reader.ping_frame())
                 self._ping_sent_bytes = self._wire.sent_bytes_total
