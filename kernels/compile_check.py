@@ -144,6 +144,7 @@ def _four_bits(kernels: Any, dtype: torch.dtype) -> None:
         (128, torch.float32, True),
         (32, torch.float16, False),
         (64, torch.float32, True),
+        (32, torch.uint8, False),
     ):
         scales = torch.zeros(6144, 4096 // group, dtype=scale_dtype)
         weight = FourBitWeight(codes, scales, scales if has_min else None)
@@ -158,11 +159,13 @@ def _mixtures(kernels: Any, dtype: torch.dtype) -> None:
     ends = torch.zeros(128, dtype=torch.int32)
     weight, bias = torch.zeros(128, 1536, 2048, dtype=dtype), torch.zeros(128, 1536, dtype=dtype)
     codes, scales = torch.zeros(128 * 1536, 1024, dtype=torch.uint8), torch.zeros(128 * 1536, 16)
+    exponents = torch.zeros(128 * 1536, 64, dtype=torch.uint8)
     for rows in (8, 8_192):
         values = torch.zeros(rows, 2048, dtype=dtype)
         grouped_product(values, weight, ends, None)
         kernels.grouped_linear(values, weight, ends, bias)
         kernels.grouped_linear(values, FourBitWeight(codes, scales, scales), ends, None)
+        kernels.grouped_linear(values, FourBitWeight(codes, exponents, None), ends, bias)
     kernels.weighted_sum(torch.zeros(5, 8, 2048, dtype=dtype), torch.zeros(5, 8))
 
 

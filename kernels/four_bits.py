@@ -2,7 +2,8 @@
 
 A block has 32 values of one output channel. Byte n stores value n in its low half and value 16 + n in its high half.
 Groups of 32, 64 or 128 values share a scale, and possibly a minimum. A value is scale * (code - 8), or with a minimum,
-scale * code + minimum.
+scale * code + minimum. In MXFP4 (OCP Microscaling Formats 1.0), a code is a number in e2m1, and a scale in e8m0 is
+a power of 2.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ __all__ = ["BLOCK_TYPES", "FourBitWeight", "join", "weight_of_blocks"]
 BLOCK_VALUES = 32
 GROUP_BLOCKS_MAX = 4
 # For each block type, the dtype of scale and minimum, and True if there is a minimum.
-BLOCK_TYPES = {"Q4_0": (torch.float16, False), "Q4_1": (torch.float16, True), "Q4_F32": (torch.float32, True)}
+BLOCK_TYPES = {
+    "Q4_0": (torch.float16, False),
+    "Q4_1": (torch.float16, True),
+    "Q4_F32": (torch.float32, True),
+    "MXFP4": (torch.uint8, False),
+}
 """Block types of structs.BLOCK_FORMATS that can stay packed."""
+
+
+# Twice the numbers that e2m1 represents, by code. They are whole numbers.
+_DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_E8M0_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +38,7 @@ class FourBitWeight:
 
     Attributes:
         codes: uint8 [outputs, inputs / 2].
-        scales: [outputs, groups].
+        scales: [outputs, groups]. With uint8, the weight is in MXFP4.
         mins: [outputs, groups], or None.
     """
 
@@ -52,6 +63,10 @@ class FourBitWeight:
         parts = (self.codes, self.scales) if self.mins is None else (self.codes, self.scales, self.mins)
         return sum(part.nbytes for part in parts)
 
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.scales.dtype == torch.uint8
+
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Unpack all values. Each value is rounded only once.
 
@@ -62,8 +77,13 @@ class FourBitWeight:
             [outputs, inputs].
         """
         blocks = self.codes.view(self.outputs, -1, 1, BLOCK_VALUES // 2)
-        codes = torch.cat((blocks & 15, blocks >> 4), -2).view(self.outputs, -1, self.group).float()
-        scales = self.scales.float()[..., None]
+        codes = torch.cat((blocks & 15, blocks >> 4), -2).view(self.outputs, -1, self.group)
+        if self.is_mxfp4:
+            table = torch.tensor(_DOUBLED_E2M1, dtype=torch.float64, device=codes.device)
+            exponents = self.scales.double()[..., None] - (_E8M0_BIAS + 1)
+            # The steps through float64 and float32 are exact, except for numbers above float32's range: infinity.
+            return (table[codes.int()] * exponents.exp2()).float().view(self.outputs, -1).to(dtype)
+        codes, scales = codes.float(), self.scales.float()[..., None]
         values = scales * (codes - 8.0) if self.mins is None else scales * codes + self.mins.float()[..., None]
         return values.view(self.outputs, -1).to(dtype)
 

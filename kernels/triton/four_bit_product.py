@@ -23,6 +23,32 @@ DEPTH_BLOCK_MAX = 64
 STAGES = 3
 
 
+@triton.jit
+def _unpack(codes, scale, start, IS_MXFP4: tl.constexpr, HAS_MIN: tl.constexpr):
+    """Return the values of codes, float32 [bytes, OUTPUT_BLOCK].
+
+    Args:
+        codes: uint8 [bytes, OUTPUT_BLOCK], below 16.
+        scale: [OUTPUT_BLOCK]. In MXFP4, uint8: a power of 2.
+        start: minimums [OUTPUT_BLOCK], if HAS_MIN.
+        IS_MXFP4: codes are numbers in e2m1.
+        HAS_MIN: a value is scale * code + start.
+    """
+    if IS_MXFP4:
+        # 2**(scale - 128) is a product of two powers of 2 that are normal numbers. It is half of the scale.
+        half = scale.to(tl.int32) >> 1
+        first = ((half + 63) << 23).to(tl.float32, bitcast=True)
+        second = ((scale.to(tl.int32) - half + 63) << 23).to(tl.float32, bitcast=True)
+        code = codes.to(tl.int32)
+        exponent, mantissa = (code >> 1) & 3, code & 1
+        doubled = tl.where(exponent > 0, (2 + mantissa) << exponent >> 1, mantissa)
+        return tl.where(code >= 8, -doubled, doubled).to(tl.float32) * (first * second)[None, :]
+    factor = scale.to(tl.float32)[None, :]
+    if HAS_MIN:
+        return codes.to(tl.float32) * factor + start.to(tl.float32)[None, :]
+    return codes.to(tl.float32) * factor + factor * -8.0
+
+
 @triton.jit(do_not_specialize=["rows"])
 def four_bit_product_kernel(
     result,
@@ -39,6 +65,7 @@ def four_bit_product_kernel(
     value_stride,
     code_stride,
     scale_stride,
+    IS_MXFP4: tl.constexpr,
     HAS_MIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -78,21 +105,19 @@ def four_bit_product_kernel(
                 mask=is_output[None, :] & inside[:, None],
                 other=0,
             )
-            scale = tl.load(scales + channel * scale_stride + begin // GROUP, mask=is_output, other=0.0)
-            scale = scale.to(tl.float32)[None, :]
+            scale = tl.load(scales + channel * scale_stride + begin // GROUP, mask=is_output, other=0)
             if HAS_MIN:
-                start = tl.load(mins + channel * scale_stride + begin // GROUP, mask=is_output, other=0.0)
-                start = start.to(tl.float32)[None, :]
+                start = tl.load(mins + channel * scale_stride + begin // GROUP, mask=is_output, other=0)
             else:
-                start = scale * -8.0
+                start = scale  # unused
+            lower_factors = _unpack(both & 15, scale, start, IS_MXFP4, HAS_MIN)
+            upper_factors = _unpack(both >> 4, scale, start, IS_MXFP4, HAS_MIN)
             numbers = values + row[:, None] * value_stride + place[None, :]
             seen = (row < end)[:, None] & inside[None, :]
             lower = tl.load(numbers, mask=seen, other=0.0)
             upper = tl.load(numbers + 16, mask=seen, other=0.0)
-            factors = ((both & 15).to(tl.float32) * scale + start).to(lower.dtype)
-            total = tl.dot(lower, factors, total, input_precision="tf32x3")
-            factors = ((both >> 4).to(tl.float32) * scale + start).to(upper.dtype)
-            total = tl.dot(upper, factors, total, input_precision="tf32x3")
+            total = tl.dot(lower, lower_factors.to(lower.dtype), total, input_precision="tf32x3")
+            total = tl.dot(upper, upper_factors.to(upper.dtype), total, input_precision="tf32x3")
         if HAS_BIAS:
             total += tl.load(bias + channel, mask=is_output, other=0.0).to(tl.float32)[None, :]
         tl.store(
@@ -146,6 +171,7 @@ def four_bit_product(
         values.stride(0),
         weight.codes.stride(0),
         weight.scales.stride(0),
+        IS_MXFP4=weight.is_mxfp4,
         HAS_MIN=weight.mins is not None,
         HAS_BIAS=bias is not None,
         GROUP=weight.group,

@@ -17,7 +17,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("block_type", ("Q4_0", "Q4_1"))
+@pytest.mark.parametrize("block_type", ("Q4_0", "Q4_1", "MXFP4"))
 def test_unpacked_values_equal_those_of_the_gguf_package(block_type: str) -> None:
     parts = [blocks_of(block_type, random(rows, 256, seed=rows)) for rows in (24, 8)]
     weight = join([weight_of_blocks(block_type, part) for part in parts])

@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.model import torch_step_model
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve_kernels import reference_fused
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 LOGPROB_TOLERANCE = 2e-4  # see test_parity.py
@@ -136,6 +138,24 @@ def test_native_kernels_keep_mxfp4_weights_in_4_bits(written: tuple[Path, Path],
     assert errors["auto"] < 1.5 * errors["int8"] < 8 * errors["none"]
     experts = 4 * 3 * 3 * 64 * 96  # counts of experts that a token chooses
     assert read_bytes["none"] - read_bytes["auto"] == experts * 2 - experts * 4.5 / 8
+
+
+def test_triton_path_keeps_mxfp4_weights_in_4_bits(
+    written: tuple[Path, Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain kernels replace Triton's kernels. Both compute with the exact values of the weights."""
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
+    found, read_bytes = {}, {}
+    for quantization in ("none", "auto"):
+        options = {"dtype": "bfloat16", "cpu_kernels": "torch", "quantization": quantization}
+        runner = step_driver.load_runner(written[0], **options)
+        read_bytes[quantization] = runner.step_weight_bytes
+        assert ("weights kept as file" in runner.computed_by) == (quantization == "auto")
+        runner.close()
+        found[quantization] = logprobs_of(step_driver, written[0], **options)
+    assert torch.equal(found["auto"], found["none"])
+    experts = 4 * 3 * 3 * 64 * 96  # weights of the experts that a token chooses
+    assert read_bytes["none"] - read_bytes["auto"] == experts * 2 - experts * 4.25 / 8
 
 
 def test_row_with_mxfp4_experts_has_equal_bits_in_a_batch_and_alone(

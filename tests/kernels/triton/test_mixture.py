@@ -66,14 +66,17 @@ def test_row_of_a_grouped_product_has_the_same_bits_without_the_other_rows(
         assert torch.equal(invariant.grouped_linear(values[row : row + 1], weight, alone, None)[0], together[row])
 
 
-@pytest.mark.parametrize("block_type", ("Q4_0", "Q4_1"))
+@pytest.mark.parametrize("block_type", ("Q4_0", "Q4_1", "MXFP4"))
 @pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
 def test_grouped_product_in_four_bits_equals_the_unpacked_product(
     counts: tuple[int, ...], block_type: str, numbers: Callable[..., Tensor], device: str
 ) -> None:
-    size, groups, rows = {"Q4_0": 2, "Q4_1": 4}[block_type], len(counts), sum(counts)
+    size, groups, rows = {"Q4_0": 2, "Q4_1": 4, "MXFP4": 1}[block_type], len(counts), sum(counts)
     blocks = torch.zeros(groups * OUTPUTS, DEPTH // 32, size + 16, dtype=torch.uint8)
-    blocks[..., :size] = (numbers(groups * OUTPUTS, DEPTH // 32, size // 2) / 8).half().cpu().view(torch.uint8)
+    if block_type == "MXFP4":
+        blocks[..., 0] = 122 + torch.arange(groups * OUTPUTS)[:, None] % 4
+    else:
+        blocks[..., :size] = (numbers(groups * OUTPUTS, DEPTH // 32, size // 2) / 8).half().cpu().view(torch.uint8)
     blocks[..., size:] = torch.randint(0, 256, (16,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     weight = weight_of_blocks(block_type, blocks.flatten(1).to(device))
     values, bias = numbers(rows, DEPTH), numbers(groups, OUTPUTS, seed=2)
