@@ -19,7 +19,6 @@ import trio
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responses.connection_turn import NOT_FOUND, NewTurn, TurnExchange
 from trioserve.api.responses.kept_responses import KeptResponses
-from trioserve.api.responses.response_object import Item
 from trioserve.api.responses.stored_responses import CONTINUABLE
 from trioserve.api.session_fields import SESSION_HEADER
 from trioserve.api.sse import encode
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["routed_turns", "turn_headers"]
 
+Item = dict[str, Any]
+"""An item as the client or the endpoint sent it. The endpoint checks it."""
 MISSING_CODES = frozenset({"not_found", NOT_FOUND})
 DONE = b"[DONE]"
 """Last event of some servers. It is no JSON."""

@@ -9,9 +9,12 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from trioserve.api.generation import Usage
+from trioserve.api.openai.response_types import ChatToken
 from trioserve.api.responses.events import ResponseEvents, event_bytes
 from trioserve.api.responses.request_types import ResponsesBody
 from trioserve.api.responses.response_object import ResponseHead
+from trioserve.api.responses.response_types import ResponseEvent
+from trioserve.api.responses.stored_responses import StoredResponse, stored_bytes
 from trioserve.api.responses.tools import parse_tools
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
@@ -59,24 +62,29 @@ class Played:
             sampling=SamplingParams(),
             stores=True,
         )
-        events = ResponseEvents(head, logprobs_of=lambda delta: [{"token": "t", "logprob": 0.0}])
-        self.events = events.begin()
+        events = ResponseEvents(
+            head, logprobs_of=lambda delta: [ChatToken(token="t", logprob=0.0, bytes=[116], top_logprobs=[])]
+        )
+        self.events = msgspec.to_builtins(events.begin())
         for part in parts:
-            self.events += events.take([part], Delta(index=0, text="", token_ids=()))
+            self.events += msgspec.to_builtins(events.take([part], Delta(index=0, text="", token_ids=())))
         if end == "complete":
-            last, self.response = events.complete(finish, USAGE, 101)
+            last, response = events.complete(finish, USAGE, 101)
         elif end == "fail":
-            last, self.response = events.fail("broken", usage=USAGE)
+            last, response = events.fail("broken", usage=USAGE)
         else:
-            last, self.response = events.cancel(usage=USAGE)
-        self.events += last
+            last, response = events.cancel(usage=USAGE)
+        self.encoded = b"".join(map(event_bytes, last))
+        self.events += msgspec.to_builtins(last)
+        self.response = msgspec.to_builtins(response)
         self.check()
 
     def check(self):
         assert [event["sequence_number"] for event in self.events] == list(range(len(self.events)))
         for event in self.events:
             KNOWN[event["type"]].model_validate(event)  # The types are those of OpenAI's client library.
-            assert event_bytes(event).startswith(b"event: " + event["type"].encode() + b"\ndata: {")
+            msgspec.convert(event, ResponseEvent)  # Forbids fields that the type does not describe.
+        assert f"event: {self.events[-1]['type']}\ndata: {{".encode() in self.encoded
         open_items, added, done = {}, [], {}
         for event in self.events:
             if event["type"] == "response.output_item.added":
@@ -213,3 +221,57 @@ def test_output_of_white_space_becomes_a_message(parts):
     [message] = Played(*parts).response["output"]
     assert message["content"][0]["text"] == "".join(part.text for part in parts)
     assert message["status"] == "completed"
+
+
+def test_stored_responses_of_earlier_versions_are_readable():
+    output = [
+        {"type": "reasoning", "id": "rs_k1_0", "status": "completed", "summary": [], "content": []},
+        {
+            "type": "message",
+            "id": "msg_k1_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "x", "annotations": [], "logprobs": []}],
+        },
+    ]
+    before = {
+        "id": "resp_k1",
+        "object": "response",
+        "created_at": 100,
+        "completed_at": 101,
+        "status": "completed",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "max_output_tokens": None,
+        "max_tool_calls": None,
+        "model": "m",
+        "output": output,
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "prompt_cache_key": None,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": None,
+        "service_tier": "default",
+        "store": True,
+        "temperature": 1.0,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "truncation": "disabled",
+        "usage": None,
+        "user": None,
+        "metadata": {},
+    }
+    # The assistant's text of an input had no annotations if it was sent as a string.
+    spoken = {"type": "output_text", "text": "y"}
+    said = {"type": "message", "role": "assistant", "status": "completed", "content": [spoken], "id": "msg_k1_in0"}
+    stored = msgspec.json.decode(msgspec.json.encode({"response": before, "input": [said]}), type=StoredResponse)
+    assert msgspec.to_builtins(stored.response) == before
+    assert [item.id for item in stored.items] == ["msg_k1_in0", "rs_k1_0", "msg_k1_1"]
+    assert msgspec.json.decode(stored_bytes(stored), type=StoredResponse) == stored

@@ -12,17 +12,17 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.limits import BackgroundSettings
-from trioserve.api.responses.events import Event, event_bytes
+from trioserve.api.responses.events import Ended, event_bytes
 from trioserve.api.responses.plan import PlannedResponse
-from trioserve.api.responses.response_object import response_error
-from trioserve.api.responses.response_run import Ended, ResponseRun
+from trioserve.api.responses.response_run import ResponseRun
+from trioserve.api.responses.response_types import ResponseErrorDetail, ResponseEvent, ResponseObject
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
 from trioserve.api.streams.event_log import EventLog, EventLogFull
 from trioserve.api.streams.resumption import Resumption
@@ -75,14 +75,14 @@ class BackgroundResponse:
         self.log = log
         self.scope = trio.CancelScope()
         self.done = trio.Event()
-        self.response: dict[str, Any] = run.snapshot()
+        self.response: ResponseObject = run.snapshot()
         self._ended: Ended | None = None
 
     @property
     def id(self) -> str:
         return self.run.planned.head.id
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> ResponseObject:
         return self.response if self._ended is not None else self.run.snapshot()
 
     async def work(self) -> None:
@@ -110,7 +110,7 @@ class BackgroundResponse:
             self._ended = self.run.cancel()
         self.response = self._ended[1]
 
-    def publish(self, events: list[Event]) -> None:
+    def publish(self, events: list[ResponseEvent]) -> None:
         """Append events to the log.
 
         Args:
@@ -131,7 +131,7 @@ class BackgroundResponse:
         self.log.end(map(event_bytes, self._ended[0]))
         return self.log.everything()
 
-    async def _take(self, events: list[Event], _: Delta) -> None:
+    async def _take(self, events: list[ResponseEvent], _: Delta) -> None:
         self.publish(events)
 
 
@@ -264,10 +264,8 @@ class BackgroundResponses:
 
     async def _settle_without_result(self, live: BackgroundResponse, store: Store) -> None:
         """Store the response as failed, without its output, because disk and memory are full."""
-        live.response = {
-            **live.run.planned.head.object("failed", output=[], error=response_error(NOT_KEPT, "result_not_kept")),
-            "usage": live.response["usage"],
-        }
+        error = ResponseErrorDetail(code="result_not_kept", message=NOT_KEPT)
+        live.response = live.run.planned.head.object("failed", output=[], usage=live.response.usage, error=error)
         kept = stored_bytes(live.run.stored(live.response))
         try:
             await store.settle(ReplaceObject(kind=KIND, id=live.id, body=kept, is_evictable=True))

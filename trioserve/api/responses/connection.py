@@ -21,7 +21,8 @@ from trioserve.api.limits import ConnectionSettings
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responses.connection_turn import ConnectionSurface, ConnectionTurn, NewTurn, Turn, TurnExchange
 from trioserve.api.responses.kept_responses import KeptMemory, KeptResponses
-from trioserve.api.responses.steering import Steer, SteerEvent, failed_fields, required_input
+from trioserve.api.responses.response_types import SteeringEvent
+from trioserve.api.responses.steering import Steer, SteerEvent, required_input, steer_failed
 from trioserve.api.responses.stored_responses import CONTINUABLE
 from trioserve.api.route_table import Handler
 from trioserve.api.sse import encode
@@ -283,10 +284,8 @@ class _Connection:
         return target.steer(Steer(id=steer_id, event=event, byte_count=len(raw)))
 
     def _steer_failed(self, event: SteerEvent, code: str, message: str, target: ConnectionTurn | None) -> bytes:
-        fields = failed_fields(event, code, message)
-        if target is not None:
-            return target.steer_event("failed", fields)
-        return encode({"type": "response.steer.failed", "sequence_number": 0, **fields})
+        failed = steer_failed(event, code, message)
+        return encode(failed) if target is None else target.steer_message(failed)
 
     def _exchange(self, raw: bytes) -> TurnExchange:
         """Return the exchange of a response. It has its own request id, and is part of the connection's trace.
@@ -342,19 +341,24 @@ class _Connection:
         if not isinstance(turn, ConnectionTurn) or not turn.steers:
             return None
         response = turn.response
-        if response is None or response["status"] not in CONTINUABLE or self._is_too_old:
+        if response is None or response.status not in CONTINUABLE or self._is_too_old:
             for steer in turn.steers:
                 message = "the response failed, was cancelled, or its connection is too old"
-                fields = failed_fields(steer.event, "response_not_active", message, steer_id=steer.id)
-                await self._socket.send(turn.steer_event("failed", fields).decode())
+                failed = steer_failed(steer.event, "response_not_active", message, steer_id=steer.id)
+                await self._socket.send(turn.steer_message(failed).decode())
             return None
-        required = required_input(response["output"])
+        required = required_input(response.output)
         if not required:
             return turn.successor(self._exchange(b""))
-        self._held[response["id"]] = turn.steers
+        self._held[response.id] = turn.steers
         for steer in turn.steers:
-            fields = {"reason": "waiting_for_required_input", "required_input": required, **steer.fields()}
-            await self._socket.send(turn.steer_event("pending", fields).decode())
+            pending = SteeringEvent(
+                type="response.steer.pending",
+                steer=steer.shown,
+                reason="waiting_for_required_input",
+                required_input=required,
+            )
+            await self._socket.send(turn.steer_message(pending).decode())
         return None
 
     async def _send_error(self, error: Exception, lane: str | None) -> None:

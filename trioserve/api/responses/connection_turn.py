@@ -15,13 +15,14 @@ import trio
 
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.api.openai.request_types import HEADERS
-from trioserve.api.responses.events import Event
+from trioserve.api.responses.events import Ended
 from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.plan import plan_response
 from trioserve.api.responses.request_types import CreateEvent
 from trioserve.api.responses.response_object import response_id
-from trioserve.api.responses.response_run import Ended, ResponseRun
-from trioserve.api.responses.steering import Steer, failed_fields, with_steers
+from trioserve.api.responses.response_run import ResponseRun
+from trioserve.api.responses.response_types import ErrorEvent, ResponseEvent, ResponseObject, SteeringEvent
+from trioserve.api.responses.steering import Steer, steer_failed, with_steers
 from trioserve.api.responses.stored_responses import CONTINUABLE
 from trioserve.api.sse import encode
 from trioserve.api.streams.resumption import Resumption
@@ -59,10 +60,10 @@ class ConnectionSurface(OpenAISurface):
 
     def body(self, error: ErrorResponse, request_id: str) -> bytes:
         described: dict[str, Any] = msgspec.to_builtins(error.body().error)
-        event: Event = {"type": "error", "status": self.status(error), "error": described}
+        event = ErrorEvent(status=self.status(error), error=described)
         if error.headers:
             # OpenAI's clients read the header fields here, and Codex reads them beside the error.
-            event["headers"] = described["headers"] = dict(error.headers)
+            event.headers = described["headers"] = dict(error.headers)
         return self.encode(event)
 
     def event(self, error: ErrorResponse, request_id: str) -> bytes:
@@ -71,13 +72,15 @@ class ConnectionSurface(OpenAISurface):
         [failed], _response = self._run.fail(error)
         return self.encode(failed)
 
-    def encode(self, event: Event) -> bytes:
+    def encode(self, event: ResponseEvent | SteeringEvent | ErrorEvent) -> bytes:
         """Return an event as a message.
 
         Args:
             event: The event.
         """
-        return encode(event if self._stream_id is None else {**event, "stream_id": self._stream_id})
+        if self._stream_id is not None:
+            event.stream_id = self._stream_id
+        return encode(event)
 
 
 class TurnExchange(Exchange):
@@ -195,7 +198,7 @@ class ConnectionTurn:
         self.byte_count = byte_count
         self.run: ResponseRun | None = None
         self.steers: list[Steer] = []
-        self.response: dict[str, Any] | None = None
+        self.response: ResponseObject | None = None
         self._kept = kept
         self._held = held
         self._session = session
@@ -234,17 +237,16 @@ class ConnectionTurn:
         if not self.run.events.has_calls:
             self._is_cut = True
             self._abort()
-        return self.steer_event("accepted", steer.fields())
+        return self.steer_message(SteeringEvent(type="response.steer.accepted", steer=steer.shown))
 
-    def steer_event(self, kind: str, fields: Event) -> bytes:
+    def steer_message(self, event: SteeringEvent) -> bytes:
         """Return a message about input for the successor.
 
         Args:
-            kind: Last part of the event's type.
-            fields: Fields of the event.
+            event: The event. It gets the next number of the response.
         """
         assert self.run is not None
-        return self._surface.encode(self.run.events.steer_event(kind, fields))
+        return self._surface.encode(self.run.events.number(event))
 
     def successor(self, exchange: Exchange) -> ConnectionTurn:
         """Return the response that continues this one with the input of its steers and its own options.
@@ -288,12 +290,11 @@ class ConnectionTurn:
         except TrioserveError as error:
             if not context.exchange.started:
                 for steer in self._own_steers:
-                    fields = failed_fields(steer.event, "successor_creation_failed", str(error), steer_id=steer.id)
-                    event = {"type": "response.steer.failed", "sequence_number": 0, **fields}
-                    await self._send([event])
+                    failed = steer_failed(steer.event, "successor_creation_failed", str(error), steer_id=steer.id)
+                    await self.exchange.send(self._surface.encode(failed))
             raise
         self.response = response
-        if response["status"] in CONTINUABLE:
+        if response.status in CONTINUABLE:
             planned = run.planned
             self._kept.keep(
                 planned.head.id,
@@ -346,7 +347,7 @@ class ConnectionTurn:
         await context.start_events()
         await self._send(run.events.begin())
 
-    async def _send(self, events: list[Event], _: Delta | None = None) -> None:
+    async def _send(self, events: list[ResponseEvent], _: Delta | None = None) -> None:
         for event in events:
             await self.exchange.send(self._surface.encode(event))
 

@@ -9,16 +9,35 @@ clients run every call that they find.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-import msgspec
+from msgspec import UNSET
 
 from trioserve.api.generation import PARTIAL_FINISH, Usage
 from trioserve.api.openai.response_types import ChatToken
-from trioserve.api.responses.response_object import Item, ResponseHead, item_id, response_error, usage_object
-from trioserve.api.responses.steering import STEERED
+from trioserve.api.responses.response_object import SERVER_ERROR, ResponseHead, item_id, response_usage
+from trioserve.api.responses.response_types import (
+    CallItem,
+    CustomToolCallItem,
+    FunctionCallItem,
+    IncompleteDetails,
+    ItemStatus,
+    LocalShellCallItem,
+    MessageItem,
+    OutputItem,
+    OutputTextPart,
+    ReasoningItem,
+    ReasoningTextPart,
+    ResponseErrorDetail,
+    ResponseEvent,
+    ResponseObject,
+    ResponseStatus,
+    SteeringEvent,
+    SummaryTextPart,
+)
 from trioserve.api.responses.tools import CallKind
 from trioserve.api.sse import one_line_json
 from trioserve.api.streams.cursors import ResumeBody
@@ -34,21 +53,20 @@ from trioserve.text.response_parts import (
     ToolCallEnd,
 )
 
-__all__ = ["Event", "ResponseEvents", "event_bytes"]
+__all__ = ["Ended", "ResponseEvents", "event_bytes"]
 
-Event = dict[str, Any]
-CALL_TYPES = frozenset(kind.value for kind in CallKind)
+Ended = tuple[list[ResponseEvent], ResponseObject]
+"""The last events, and the whole response."""
 Logprobs = Callable[[Delta], list[ChatToken]]
 
 
-def event_bytes(event: Event) -> bytes:
+def event_bytes(event: ResponseEvent) -> bytes:
     """Return an event as server-sent event bytes. The event's type is also its SSE name.
 
     Args:
         event: The event.
     """
-    name: str = event["type"]
-    return b"event: " + name.encode() + b"\ndata: " + one_line_json(event) + b"\n\n"
+    return b"event: " + event.type.encode() + b"\ndata: " + one_line_json(event) + b"\n\n"
 
 
 class ResponseEvents:
@@ -67,27 +85,27 @@ class ResponseEvents:
 
     def __init__(self, head: ResponseHead, *, logprobs_of: Logprobs | None = None) -> None:
         self.head = head
-        self.status = "queued"
+        self.status: ResponseStatus = "queued"
         self.weight_versions: WeightVersions = ()
         self._logprobs_of = logprobs_of
         self._number = 0
         # The output items, in order of their output_index. An incomplete call is None.
-        self._items: list[Item | None] = []
+        self._items: list[OutputItem | None] = []
         self._text: _OpenText | None = None
         self._calls: dict[int, _OpenCall] = {}
         self._blank = ""  # White space that has not been sent yet, because it may be the beginning of a message.
 
     @property
-    def output(self) -> list[Item]:
+    def output(self) -> list[OutputItem]:
         """Output items so far. A growing message has its text so far. An unfinished tool call has no arguments yet."""
         if self._text is not None:
             self._text.fill("in_progress")
-        return [dict(item) for item in self._items if item is not None]
+        return [copy.copy(item) for item in self._items if item is not None]
 
     @property
     def has_calls(self) -> bool:
         """True if the response has begun a tool call."""
-        return bool(self._calls) or any(item is not None and item["type"] in CALL_TYPES for item in self._items)
+        return bool(self._calls) or any(isinstance(item, CallItem) for item in self._items)
 
     @property
     def next_number(self) -> int:
@@ -106,7 +124,7 @@ class ResponseEvents:
 
     # --- beginning and end ---
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[ResponseEvent]:
         """Return the first events of a response that runs at once."""
         self.status = "in_progress"
         snapshot = self.head.object("in_progress", output=[])
@@ -115,7 +133,7 @@ class ResponseEvents:
             self._event("response.in_progress", response=snapshot),
         ]
 
-    def queue(self) -> list[Event]:
+    def queue(self) -> list[ResponseEvent]:
         """Return the first events of a response that waits in the queue.
 
         Call this method instead of `begin`, and `run` when the response leaves the queue.
@@ -126,19 +144,19 @@ class ResponseEvents:
             self._event("response.queued", response=snapshot),
         ]
 
-    def run(self) -> list[Event]:
+    def run(self) -> list[ResponseEvent]:
         """Return the event for the start of a queued response."""
         self.status = "in_progress"
         return [self._event("response.in_progress", response=self.head.object("in_progress", output=[]))]
 
-    def take(self, parts: Sequence[ResponsePart], delta: Delta) -> list[Event]:
+    def take(self, parts: Sequence[ResponsePart], delta: Delta) -> list[ResponseEvent]:
         """Return the events for the parts of a delta.
 
         Args:
             parts: Parts that the turn made of the delta.
             delta: The delta.
         """
-        events: list[Event] = []
+        events: list[ResponseEvent] = []
         logprobs = self._logprobs_of(delta) if self._logprobs_of is not None and delta.logprobs else []
         for part in parts:
             if isinstance(part, ContentText):
@@ -154,7 +172,7 @@ class ResponseEvents:
                 events += self._end_call(part)
         return events
 
-    def complete(self, finish_reason: TurnFinish | None, usage: Usage, now: int) -> tuple[list[Event], dict[str, Any]]:
+    def complete(self, finish_reason: TurnFinish | None, usage: Usage, now: int) -> Ended:
         """Return the last events and the whole response. Its status is completed, or incomplete at the token limit.
 
         Args:
@@ -172,20 +190,14 @@ class ResponseEvents:
         events += self._close_text("incomplete" if is_cut else "completed")
         self._drop_calls()
         self.status = "incomplete" if is_cut else "completed"
-        response = self.head.object(
-            self.status,
-            output=self.output,
-            usage=usage_object(usage),
+        response = self._object(
+            usage,
             completed_at=None if is_cut else now,
-            incomplete_reason="max_output_tokens" if is_cut else None,
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
         )
-        response |= self._versions_field()
-        events.append(self._event(f"response.{self.status}", response=response))
-        return events, response
+        return [*events, self._event(f"response.{self.status}", response=response)], response
 
-    def fail(
-        self, message: str, code: str = "server_error", *, usage: Usage | None = None
-    ) -> tuple[list[Event], dict[str, Any]]:
+    def fail(self, message: str, code: str = SERVER_ERROR, *, usage: Usage | None = None) -> Ended:
         """Return the last event and the whole response for a response that failed.
 
         Args:
@@ -193,12 +205,10 @@ class ResponseEvents:
             code: Error code.
             usage: Token counts, if known.
         """
-        response = self._break_off("failed", usage, response_error(message, code))
+        response = self._break_off("failed", usage, error=ResponseErrorDetail(code=code, message=message))
         return [self._event("response.failed", response=response)], response
 
-    def cancel(
-        self, resume: ResumeBody | None = None, *, usage: Usage | None = None
-    ) -> tuple[list[Event], dict[str, Any]]:
+    def cancel(self, resume: ResumeBody | None = None, *, usage: Usage | None = None) -> Ended:
         """Return the last event and the whole response for a response that its client cancelled.
 
         OpenAI's API has no event for this, so the event is `response.incomplete`.
@@ -207,12 +217,10 @@ class ResponseEvents:
             resume: State to resume the response. None if the client did not ask for it.
             usage: Token counts, if known.
         """
-        response = self._break_off("cancelled", usage, None) | _resume_field(resume)
+        response = self._break_off("cancelled", usage, resume=resume)
         return [self._event("response.incomplete", response=response)], response
 
-    def end_partial(
-        self, stop_reason: int | str | None, resume: ResumeBody | None, *, usage: Usage
-    ) -> tuple[list[Event], dict[str, Any]]:
+    def end_partial(self, stop_reason: str | None, resume: ResumeBody | None, *, usage: Usage) -> Ended:
         """Return the last events and the response after an abort or a deadline.
 
         Used for a client that asked for partial results. Other clients get an error.
@@ -222,40 +230,37 @@ class ResponseEvents:
             resume: State to resume the response.
             usage: Token counts.
         """
-        details = {"reason": PARTIAL_FINISH, "stop_reason": stop_reason}
-        return self._end_early(details, usage, _resume_field(resume))
+        return self._end_early(IncompleteDetails(reason=PARTIAL_FINISH, stop_reason=stop_reason), usage, resume)
 
-    def end_steered(self, *, usage: Usage) -> tuple[list[Event], dict[str, Any]]:
+    def end_steered(self, *, usage: Usage) -> Ended:
         """Return the last events and the response that was cut, because its user has sent new input.
 
         Args:
             usage: Token counts.
         """
-        return self._end_early({"reason": STEERED}, usage, {})
+        return self._end_early(IncompleteDetails(reason="steered"), usage)
 
-    def _end_early(
-        self, details: dict[str, Any], usage: Usage, fields: dict[str, Any]
-    ) -> tuple[list[Event], dict[str, Any]]:
+    def _end_early(self, details: IncompleteDetails, usage: Usage, resume: ResumeBody | None = None) -> Ended:
         events = self._close_text("incomplete")
-        response = self._break_off("incomplete", usage, None) | fields
-        response["incomplete_details"] = details
+        response = self._break_off("incomplete", usage, incomplete_details=details, resume=resume)
         return [*events, self._event("response.incomplete", response=response)], response
 
-    def steer_event(self, kind: str, fields: Event) -> Event:
-        """Return an event about input for a successor of this response.
+    def number(self, event: SteeringEvent) -> SteeringEvent:
+        """Give an event about input for a successor the next number of this response. Return the event.
 
         Args:
-            kind: Last part of the event's type.
-            fields: Fields of the event.
+            event: The event.
         """
-        return self._event(f"response.steer.{kind}", **fields)
+        event.sequence_number = self._number
+        self._number += 1
+        return event
 
     # --- content and reasoning ---
 
-    def _take_text(self, text: str, logprobs: list[ChatToken]) -> list[Event]:
-        events: list[Event] = []
+    def _take_text(self, text: str, logprobs: list[ChatToken]) -> list[ResponseEvent]:
+        events: list[ResponseEvent] = []
         opened = self._text
-        if opened is None or not opened.is_message:
+        if opened is None or opened.kind is not _MESSAGE:
             # Models write line breaks between reasoning and a tool call. These line breaks must not become a message.
             text = self._blank + text
             if not text.strip():
@@ -265,123 +270,100 @@ class ResponseEvents:
             events += self._open_message()
             opened = self._text
         assert opened is not None
-        opened.pieces.append(text)
         opened.logprobs += logprobs
-        fields: Event = {"content_index": 0, "delta": text, "logprobs": logprobs}
-        events.append(self._item_event("response.output_text.delta", opened, **fields))
+        return [*events, self._add_text(opened, text, logprobs=logprobs)]
+
+    def _open_message(self) -> list[ResponseEvent]:
+        message = MessageItem(id=self._new_id("message"), status="in_progress", role="assistant", content=[])
+        events = self._open_text(message, _MESSAGE, OutputTextPart(text="", annotations=[], logprobs=[]))
+        assert self._text is not None
+        self._text.pieces.append(self._blank)
+        self._blank = ""
         return events
 
-    def _open_message(self) -> list[Event]:
-        events = self._close_text("completed")
-        opened = _OpenText(self._new_item("message", role="assistant", content=[]), len(self._items) - 1, "message")
-        opened.pieces.append(self._blank)
-        self._text, self._blank = opened, ""
-        return [
-            *events,
-            self._event("response.output_item.added", output_index=opened.index, item=dict(opened.item)),
-            self._item_event("response.content_part.added", opened, content_index=0, part=_text_part("", [])),
-        ]
-
-    def _take_reasoning(self, text: str) -> list[Event]:
-        events: list[Event] = []
-        opened = self._text
-        as_summary = self.head.body.reasoning is not None and self.head.body.reasoning.wants_summary
-        if opened is None or opened.is_message:
+    def _take_reasoning(self, text: str) -> list[ResponseEvent]:
+        events: list[ResponseEvent] = []
+        if self._text is None or self._text.kind is _MESSAGE:
             if not text:
                 return []
-            events += self._close_text("completed")
-            kind = "summary" if as_summary else "reasoning"
-            opened = _OpenText(self._new_item("reasoning", summary=[], content=[]), len(self._items) - 1, kind)
-            self._text = opened
-            events.append(self._event("response.output_item.added", output_index=opened.index, item=dict(opened.item)))
-            if as_summary:
-                fields: Event = {"summary_index": 0, "part": {"type": "summary_text", "text": ""}}
-                events.append(self._item_event("response.reasoning_summary_part.added", opened, **fields))
+            item = ReasoningItem(id=self._new_id("reasoning"), status="in_progress", summary=[], content=[])
+            options = self.head.body.reasoning
+            if options is not None and options.wants_summary:
+                events = self._open_text(item, _SUMMARY, SummaryTextPart(text=""))
             else:
-                fields = {"content_index": 0, "part": {"type": "reasoning_text", "text": ""}}
-                events.append(self._item_event("response.content_part.added", opened, **fields))
-        opened.pieces.append(text)
-        if as_summary:
-            events.append(
-                self._item_event("response.reasoning_summary_text.delta", opened, summary_index=0, delta=text)
-            )
-        else:
-            events.append(self._item_event("response.reasoning_text.delta", opened, content_index=0, delta=text))
-        return events
+                events = self._open_text(item, _REASONING, ReasoningTextPart(text=""))
+        assert self._text is not None
+        return [*events, self._add_text(self._text, text)]
 
-    def _close_text(self, status: str) -> list[Event]:
+    def _open_text(self, item: MessageItem | ReasoningItem, kind: _TextKind, part: _Part) -> list[ResponseEvent]:
+        events = self._close_text("completed")
+        self._text = opened = _OpenText(item, len(self._items), kind)
+        added = self._add_item(item)
+        return [*events, added, self._item_event(f"{kind.part_event}.added", opened, **kind.place, part=part)]
+
+    def _add_text(self, opened: _OpenText, text: str, **fields: Any) -> ResponseEvent:
+        opened.pieces.append(text)
+        return self._item_event(f"{opened.kind.text_event}.delta", opened, **opened.kind.place, delta=text, **fields)
+
+    def _close_text(self, status: ItemStatus) -> list[ResponseEvent]:
         opened, self._text = self._text, None
         if opened is None:
             return []
-        text, part = opened.fill(status)
-        if opened.kind == "message":
-            done: Event = {"content_index": 0, "text": text, "logprobs": opened.logprobs}
-            events = [
-                self._item_event("response.output_text.done", opened, **done),
-                self._item_event("response.content_part.done", opened, content_index=0, part=part),
-            ]
-        elif opened.kind == "summary":
-            events = [
-                self._item_event("response.reasoning_summary_text.done", opened, summary_index=0, text=text),
-                self._item_event("response.reasoning_summary_part.done", opened, summary_index=0, part=part),
-            ]
-        else:
-            events = [
-                self._item_event("response.reasoning_text.done", opened, content_index=0, text=text),
-                self._item_event("response.content_part.done", opened, content_index=0, part=part),
-            ]
-        events.append(self._event("response.output_item.done", output_index=opened.index, item=dict(opened.item)))
-        return events
+        kind, part = opened.kind, opened.fill(status)
+        logprobs = opened.logprobs if kind is _MESSAGE else UNSET
+        return [
+            self._item_event(f"{kind.text_event}.done", opened, **kind.place, text=part.text, logprobs=logprobs),
+            self._item_event(f"{kind.part_event}.done", opened, **kind.place, part=part),
+            self._item_done(opened),
+        ]
 
     # --- tool calls ---
 
-    def _begin_call(self, part: ToolCallBegin) -> list[Event]:
+    def _begin_call(self, part: ToolCallBegin) -> list[ResponseEvent]:
         events = self._close_text("completed")
         self._blank = ""
         kind = self.head.tools.kind_of(part.name)
         namespace = self.head.tools.namespace_of(part.name)
         assert part.id is not None
-        fields: Item = {"call_id": part.id}
+        fields: dict[str, Any] = {"id": self._new_id(kind.value), "call_id": part.id, "status": "in_progress"}
+        named: dict[str, Any] = {"name": part.name, "namespace": UNSET if namespace is None else namespace}
+        item: FunctionCallItem | CustomToolCallItem | LocalShellCallItem
         if kind is CallKind.LOCAL_SHELL:
-            fields["action"] = {"type": "exec", "command": [], "env": {}}
+            item = LocalShellCallItem(action=_shell_action("{}"), **fields)
+        elif kind is CallKind.CUSTOM:
+            item = CustomToolCallItem(input="", **fields, **named)
         else:
-            fields |= {"name": part.name, "input" if kind is CallKind.CUSTOM else "arguments": ""}
-        if namespace is not None:
-            fields["namespace"] = namespace
-        call = _OpenCall(self._new_item(kind.value, **fields), len(self._items) - 1, kind)
-        self._calls[part.index] = call
-        events.append(self._event("response.output_item.added", output_index=call.index, item=dict(call.item)))
-        return events
+            item = FunctionCallItem(arguments="", **fields, **named)
+        self._calls[part.index] = _OpenCall(item, len(self._items))
+        return [*events, self._add_item(item)]
 
-    def _take_arguments(self, part: ToolCallArguments) -> list[Event]:
+    def _take_arguments(self, part: ToolCallArguments) -> list[ResponseEvent]:
         call = self._calls.get(part.index)
         if call is None or not part.text:
             return []
         call.pieces.append(part.text)
-        if call.kind is not CallKind.FUNCTION:
+        if not isinstance(call.item, FunctionCallItem):
             return []  # The input of custom and shell calls is parsed from the complete arguments.
         return [self._item_event("response.function_call_arguments.delta", call, delta=part.text)]
 
-    def _end_call(self, part: ToolCallEnd) -> list[Event]:
+    def _end_call(self, part: ToolCallEnd) -> list[ResponseEvent]:
         call = self._calls.pop(part.index, None)
         if call is None:
             return []
-        arguments = "".join(call.pieces)
-        call.item["status"] = "completed"
-        events: list[Event] = []
-        if call.kind is CallKind.FUNCTION:
-            call.item["arguments"] = arguments
-            done = {"name": call.item["name"], "arguments": arguments}
+        item, arguments = call.item, "".join(call.pieces)
+        item.status = "completed"
+        events: list[ResponseEvent] = []
+        if isinstance(item, FunctionCallItem):
+            item.arguments = arguments
+            done = {"name": item.name, "arguments": arguments}
             events.append(self._item_event("response.function_call_arguments.done", call, **done))
-        elif call.kind is CallKind.CUSTOM:
-            text = _custom_input(arguments)
-            call.item["input"] = text
-            events.append(self._item_event("response.custom_tool_call_input.delta", call, delta=text))
-            events.append(self._item_event("response.custom_tool_call_input.done", call, input=text))
+        elif isinstance(item, CustomToolCallItem):
+            item.input = _custom_input(arguments)
+            events.append(self._item_event("response.custom_tool_call_input.delta", call, delta=item.input))
+            events.append(self._item_event("response.custom_tool_call_input.done", call, input=item.input))
         else:
-            call.item["action"] = _shell_action(arguments)
-        events.append(self._event("response.output_item.done", output_index=call.index, item=dict(call.item)))
-        return events
+            item.action = _shell_action(arguments)
+        return [*events, self._item_done(call)]
 
     def _drop_calls(self) -> None:
         for call in self._calls.values():
@@ -390,7 +372,7 @@ class ResponseEvents:
 
     # --- helpers ---
 
-    def _break_off(self, status: str, usage: Usage | None, error: dict[str, str] | None) -> dict[str, Any]:
+    def _break_off(self, status: ResponseStatus, usage: Usage | None, **fields: Any) -> ResponseObject:
         number = self._number
         # Closing the text adds it to `output`. The events of closing are dropped, because the last event of the
         # response reports the end.
@@ -398,27 +380,56 @@ class ResponseEvents:
         self._number = number
         self._drop_calls()
         self.status = status
-        response = self.head.object(
-            status, output=self.output, usage=None if usage is None else usage_object(usage), error=error
+        return self._object(usage, **fields)
+
+    def _object(self, usage: Usage | None, **fields: Any) -> ResponseObject:
+        return self.head.object(
+            self.status,
+            output=self.output,
+            usage=None if usage is None else response_usage(usage),
+            weight_versions=self.weight_versions,
+            **fields,
         )
-        return response | self._versions_field()
 
-    def _versions_field(self) -> dict[str, Any]:
-        return {"weight_versions": self.weight_versions} if self.weight_versions else {}
+    def _new_id(self, kind: str) -> str:
+        return item_id(kind, self.head.id, len(self._items))
 
-    def _new_item(self, kind: str, **fields: Any) -> Item:
-        item: Item = {"id": item_id(kind, self.head.id, len(self._items)), "type": kind, "status": "in_progress"}
-        item |= fields
+    def _add_item(self, item: OutputItem) -> ResponseEvent:
         self._items.append(item)
-        return item
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=copy.copy(item))
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        event = {"type": kind, "sequence_number": self._number, **fields}
+    def _item_done(self, opened: _OpenText | _OpenCall) -> ResponseEvent:
+        return self._event("response.output_item.done", output_index=opened.index, item=copy.copy(opened.item))
+
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        event = ResponseEvent(type=cast("Any", kind), sequence_number=self._number, **fields)
         self._number += 1
         return event
 
-    def _item_event(self, kind: str, opened: _OpenText | _OpenCall, **fields: Any) -> Event:
-        return self._event(kind, item_id=opened.item["id"], output_index=opened.index, **fields)
+    def _item_event(self, kind: str, opened: _OpenText | _OpenCall, **fields: Any) -> ResponseEvent:
+        return self._event(kind, item_id=opened.item.id, output_index=opened.index, **fields)
+
+
+_Part = OutputTextPart | ReasoningTextPart | SummaryTextPart
+
+
+class _TextKind(NamedTuple):
+    """Where events report the text of an item.
+
+    Attributes:
+        text_event: Beginning of the types of events about the text.
+        part_event: Beginning of the types of events about the item's part.
+        place: Field with the part's index. An item of this server has one part.
+    """
+
+    text_event: str
+    part_event: str
+    place: dict[str, int]
+
+
+_MESSAGE = _TextKind("response.output_text", "response.content_part", {"content_index": 0})
+_REASONING = _TextKind("response.reasoning_text", "response.content_part", {"content_index": 0})
+_SUMMARY = _TextKind("response.reasoning_summary_text", "response.reasoning_summary_part", {"summary_index": 0})
 
 
 class _OpenText:
@@ -427,48 +438,39 @@ class _OpenText:
     Args:
         item: The item. It gets the text when `fill` is called.
         index: Output index.
-        kind: "message", "reasoning", or "summary" for reasoning that the client gets as a summary.
+        kind: Kind of text.
     """
 
-    def __init__(self, item: Item, index: int, kind: str) -> None:
+    def __init__(self, item: MessageItem | ReasoningItem, index: int, kind: _TextKind) -> None:
         self.item = item
         self.index = index
         self.kind = kind
         self.pieces: list[str] = []
         self.logprobs: list[ChatToken] = []
 
-    @property
-    def is_message(self) -> bool:
-        return self.kind == "message"
-
-    def fill(self, status: str) -> tuple[str, dict[str, Any]]:
-        """Put the text so far and the status into the item. Return the text, and the item's part."""
+    def fill(self, status: ItemStatus) -> _Part:
+        """Put the text so far and the status into the item. Return the item's part."""
         text = "".join(self.pieces)
         self.pieces = [text]
-        part: dict[str, Any] = {"type": _PART_TYPES[self.kind], "text": text}
-        if self.is_message:
-            part = _text_part(text, self.logprobs)
-        self.item |= {"status": status, "summary" if self.kind == "summary" else "content": [part]}
-        return text, part
-
-
-def _resume_field(resume: ResumeBody | None) -> dict[str, Any]:
-    return {} if resume is None else {"resume": msgspec.to_builtins(resume)}
-
-
-_PART_TYPES = {"message": "output_text", "summary": "summary_text", "reasoning": "reasoning_text"}
+        self.item.status = status
+        part: _Part
+        if isinstance(self.item, MessageItem):
+            part = OutputTextPart(text=text, annotations=[], logprobs=self.logprobs)
+            self.item.content = [part]
+        elif self.kind is _SUMMARY:
+            part = SummaryTextPart(text=text)
+            self.item.summary = [part]
+        else:
+            part = ReasoningTextPart(text=text)
+            self.item.content = [part]
+        return part
 
 
 class _OpenCall:
-    def __init__(self, item: Item, index: int, kind: CallKind) -> None:
+    def __init__(self, item: FunctionCallItem | CustomToolCallItem | LocalShellCallItem, index: int) -> None:
         self.item = item
         self.index = index
-        self.kind = kind
         self.pieces: list[str] = []
-
-
-def _text_part(text: str, logprobs: list[ChatToken]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _custom_input(arguments: str) -> str:

@@ -5,16 +5,24 @@ A response is stored when it is complete, before its client gets the end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.api.query import Query
-from trioserve.api.responses.events import Event, event_bytes
+from trioserve.api.responses.events import event_bytes
 from trioserve.api.responses.plan import plan_prompt, plan_response
 from trioserve.api.responses.request_types import InputTokensBody, ResponsesBody
 from trioserve.api.responses.response_object import FINAL, failed_object, item_id, item_place, response_id
 from trioserve.api.responses.response_run import ResponseRun
-from trioserve.api.responses.response_types import DeletedResponse, InputItem, InputTokens, ResponseItems
+from trioserve.api.responses.response_types import (
+    DeletedResponse,
+    InputTokens,
+    MessageItem,
+    OutputTextPart,
+    ResponseEvent,
+    ResponseItems,
+    ResponseObject,
+)
 from trioserve.api.responses.stored_responses import KIND, StoredResponse, not_found, read_stored
 from trioserve.api.streams.event_log import split_events
 from trioserve.api.streams.resumption import Resumption
@@ -76,7 +84,7 @@ async def create_response(context: ServerContext) -> None:
 
             await context.begin_events(turn.wait_until_begun, start_events)
 
-            async def send(events: list[Event], delta: Delta) -> None:
+            async def send(events: list[ResponseEvent], delta: Delta) -> None:
                 piece = b"".join(map(event_bytes, events))
                 if ids is not None:
                     piece = ids.group(piece, 0, delta, b" %d" % run.events.next_number)
@@ -101,11 +109,11 @@ async def create_response(context: ServerContext) -> None:
         await context.finish(end if ids is None else ids.last(end))
     else:
         large = LargeJson()
-        for item in response["output"]:
-            for part in item.get("content") or ():
-                if part.get("logprobs"):
+        for item in response.output:
+            for part in item.content if isinstance(item, MessageItem) else ():
+                if isinstance(part, OutputTextPart) and part.logprobs:
                     weight = 1 + (body.top_logprobs or 0)
-                    part["logprobs"] = await large.add(part["logprobs"], list, item_weight=weight)
+                    part.logprobs = await large.add(part.logprobs, list, item_weight=weight)
         await context.respond_large(large, response)
 
 
@@ -230,7 +238,7 @@ async def cancel_response(context: ServerContext) -> None:
         await context.respond_json(live.response)
         return
     response = _ended_response(read_stored(await _kept(context, response_id)))
-    if not response["background"]:
+    if not response.background:
         raise InvalidRequest(
             f"the response {response_id} was created without background=true, so it cannot be cancelled",
             param="response_id",
@@ -256,16 +264,16 @@ async def list_input_items(context: ServerContext) -> None:
         items = items[::-1]
     after = query.text("after")
     if after is not None:
-        indices = [index for index, item in enumerate(items) if item["id"] == after]
+        indices = [index for index, item in enumerate(items) if item.id == after]
         if not indices:
             raise InvalidRequest(f"after is {after[:80]!r}, but this response's input has no such item", param="after")
         items = items[indices[0] + 1 :]
     page = items[:limit]
     await context.respond_json(
         ResponseItems(
-            data=cast("list[InputItem]", page),
-            first_id=page[0]["id"] if page else None,
-            last_id=page[-1]["id"] if page else None,
+            data=page,
+            first_id=page[0].id if page else None,
+            last_id=page[-1].id if page else None,
             has_more=len(items) > limit,
         )
     )
@@ -334,9 +342,9 @@ async def _kept(context: ServerContext, response_id: str) -> StoredObject:
     return kept
 
 
-def _ended_response(stored: StoredResponse) -> dict[str, Any]:
+def _ended_response(stored: StoredResponse) -> ResponseObject:
     """Return the response object to send. The caller knows that the response does not run any more."""
-    return stored.response if stored.response["status"] in FINAL else failed_object(stored.response)
+    return stored.response if stored.response.status in FINAL else failed_object(stored.response)
 
 
 def _response_id(context: ServerContext) -> str:

@@ -7,31 +7,66 @@ earlier responses. Reasoning and tool calls become part of the assistant's messa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from trioserve.api.responses.response_object import Item
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.api.responses.response_types import (
+    CallOutputItem,
+    ContentPart,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    InputImagePart,
+    InputItem,
+    InputTextPart,
+    LocalShellCallItem,
+    LocalShellCallOutputItem,
+    MessageItem,
+    OutputTextPart,
+    ReasoningItem,
+    ReasoningTextPart,
+    SummaryTextPart,
+)
 from trioserve.api.turn.messages import image_part, joined_content
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.chat_messages import check_shape
 
-__all__ = ["CALL_OUTPUTS", "ITEMS_MAX", "checked_items", "messages_of"]
+__all__ = ["CALL_OUTPUTS", "ITEMS_MAX", "ItemReference", "checked_items", "messages_of"]
 
 # The number of items in one body is limited, because each item becomes a message or a part of a message.
 ITEMS_MAX = 10_000
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-CALL_OUTPUTS = {
-    "function_call_output": "function_call",
-    "custom_tool_call_output": "custom_tool_call",
-    "local_shell_call_output": "local_shell_call",
-}
+CALL_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
 IGNORED = frozenset({"web_search_call", "compaction_trigger", "additional_tools"})
 """Item types that are accepted and dropped. A client may have them in its history, and no model here can use them."""
 
 
-def checked_items(given: str | list[dict[str, Any]] | None) -> list[Item]:
-    """Check and normalize the items of a body's input. References are not resolved.
+NO_ID = ""
+"""Id of an item whose response is not planned yet."""
+
+
+class ItemReference(msgspec.Struct, frozen=True):
+    """An input item that names an item of a stored response.
+
+    Attributes:
+        id: Id of that item.
+    """
+
+    id: str
+
+    @property
+    def type(self) -> str:
+        return "item_reference"
+
+
+def checked_items(given: str | list[dict[str, Any]] | None) -> list[InputItem | ItemReference]:
+    """Check and normalize the items of a body's input. References are not resolved, and the items have no ids.
 
     Args:
         given: Field "input".
@@ -42,7 +77,7 @@ def checked_items(given: str | list[dict[str, Any]] | None) -> list[Item]:
     if given is None or given == []:
         return []
     if isinstance(given, str):
-        return [{"type": "message", **_message({"role": "user", "content": given}, "input")}]
+        return [_message({"role": "user", "content": given}, "input")]
     if len(given) > ITEMS_MAX:
         raise InvalidRequest(f"input has {len(given)} items, allowed are up to {ITEMS_MAX}", param="input")
     check_shape(given, "input")
@@ -60,7 +95,7 @@ def is_reference(item: dict[str, Any]) -> bool:
     return kind == "item_reference" or (kind is None and "role" not in item and "id" in item)
 
 
-def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
+def messages_of(items: Sequence[InputItem], instructions: str | None) -> list[dict[str, Any]]:
     """Return chat messages in the shape of OpenAI's chat API.
 
     System messages at the beginning are merged with the instructions, because most templates allow only one.
@@ -72,33 +107,29 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[st
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    names = {item["call_id"]: item["name"] for item in items if item["type"] in ("function_call", "custom_tool_call")}
+    names = {item.call_id: item.name for item in items if isinstance(item, FunctionCallItem | CustomToolCallItem)}
     for item in items:
-        kind = item["type"]
-        if kind == "message":
+        if isinstance(item, MessageItem):
             _add_message(messages, item)
-        elif kind == "reasoning":
-            _add_to_assistant(messages, item, "reasoning_content", _reasoning_text(item))
-        elif kind in CALL_OUTPUTS:
-            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
-            if item["call_id"] in names:
-                message["name"] = names[item["call_id"]]
+        elif isinstance(item, ReasoningItem):
+            text = "\n".join(part.text for part in item.content or item.summary)
+            _add_to_assistant(messages, "reasoning_content", text)
+        elif isinstance(item, CallOutputItem):
+            message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            if item.call_id in names:
+                message["name"] = names[item.call_id]
             messages.append(message)
         else:
             name, arguments = _call(item)
-            call = {
-                "id": item["call_id"],
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-            _add_to_assistant(messages, item, "tool_calls", [call])
+            call = {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            _add_to_assistant(messages, "tool_calls", [call])
     return messages
 
 
 # --- checking ---
 
 
-def _checked(item: dict[str, Any], path: str) -> Item | None:
+def _checked(item: dict[str, Any], path: str) -> InputItem | ItemReference | None:
     """Return the normalized item, or None if it is ignored."""
     kind = item.get("type")
     if kind is None:
@@ -110,34 +141,43 @@ def _checked(item: dict[str, Any], path: str) -> Item | None:
         raise InvalidRequest(
             f"{path} is of type {str(kind)[:64]!r}, supported are: {', '.join(sorted(_CHECKS))}", param=f"{path}.type"
         )
-    return {"type": kind, **check(item, path)}
+    return check(item, path)
 
 
-def _message(item: dict[str, Any], path: str) -> Item:
+def _message(item: dict[str, Any], path: str) -> MessageItem:
     role = item.get("role")
     if role not in ROLES:
         raise InvalidRequest(
             f"{path}.role is {str(role)[:64]!r}, allowed are: {', '.join(ROLES)}", param=f"{path}.role"
         )
-    kind = "output_text" if role == "assistant" else "input_text"
+    part_of: Callable[[str], ContentPart] = _output_text if role == "assistant" else _input_text
+    parts: list[ContentPart]
     content = item.get("content")
     if isinstance(content, str):
-        content = [{"type": kind, "text": content}]
+        parts = [part_of(content)]
     elif isinstance(content, list):
         takes_images = role == "user"
-        content = [
+        parts = [
             _image(part, f"{path}.content[{index}]")
             if takes_images and isinstance(part, dict) and part.get("type") == "input_image"
-            else _part(part, f"{path}.content[{index}]", kind)
+            else part_of(_part_text(part, f"{path}.content[{index}]"))
             for index, part in enumerate(content)
         ]
     else:
         raise InvalidRequest(f"{path}.content must be a string or a list of parts", param=f"{path}.content")
-    phase = {"phase": item["phase"]} if item.get("phase") in ("commentary", "final_answer") else {}
-    return {"role": role, "status": "completed", "content": content, **phase}
+    phase = item["phase"] if item.get("phase") in ("commentary", "final_answer") else UNSET
+    return MessageItem(id=NO_ID, role=role, status="completed", content=parts, phase=phase)
 
 
-def _part(part: object, path: str, kind: str) -> dict[str, Any]:
+def _input_text(text: str) -> InputTextPart:
+    return InputTextPart(text=text)
+
+
+def _output_text(text: str) -> OutputTextPart:
+    return OutputTextPart(text=text)
+
+
+def _part_text(part: object, path: str) -> str:
     given = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(given, str) or given not in TEXT_PARTS:
         raise InvalidRequest(
@@ -147,72 +187,82 @@ def _part(part: object, path: str, kind: str) -> dict[str, Any]:
     text = part.get(TEXT_PARTS[given])
     if not isinstance(text, str):
         raise InvalidRequest(f"{path}.{TEXT_PARTS[given]} must be a string", param=f"{path}.{TEXT_PARTS[given]}")
-    return {"type": kind, "text": text, **({"annotations": []} if kind == "output_text" else {})}
+    return text
 
 
-def _image(part: dict[str, Any], path: str) -> dict[str, Any]:
+def _image(part: dict[str, Any], path: str) -> InputImagePart:
     url = part.get("image_url")
     if not isinstance(url, str) or not url:
         raise InvalidRequest(
             f'{path}.image_url must be a string, "data:image/png;base64,...". The server does not read files',
             param=f"{path}.image_url",
         )
-    return {"type": "input_image", "image_url": url}
+    return InputImagePart(image_url=url)
 
 
-def _function_call(item: dict[str, Any], path: str) -> Item:
-    return {
-        "call_id": _string(item, "call_id", path),
-        "name": _string(item, "name", path),
-        "arguments": _string(item, "arguments", path, may_be_empty=True),
-        "status": "completed",
-        **_namespace(item),
-    }
+def _function_call(item: dict[str, Any], path: str) -> FunctionCallItem:
+    return FunctionCallItem(
+        id=NO_ID,
+        call_id=_string(item, "call_id", path),
+        name=_string(item, "name", path),
+        arguments=_string(item, "arguments", path, may_be_empty=True),
+        status="completed",
+        namespace=_namespace(item),
+    )
 
 
-def _custom_tool_call(item: dict[str, Any], path: str) -> Item:
-    return {
-        "call_id": _string(item, "call_id", path),
-        "name": _string(item, "name", path),
-        "input": _string(item, "input", path, may_be_empty=True),
-        "status": "completed",
-        **_namespace(item),
-    }
+def _custom_tool_call(item: dict[str, Any], path: str) -> CustomToolCallItem:
+    return CustomToolCallItem(
+        id=NO_ID,
+        call_id=_string(item, "call_id", path),
+        name=_string(item, "name", path),
+        input=_string(item, "input", path, may_be_empty=True),
+        status="completed",
+        namespace=_namespace(item),
+    )
 
 
-def _local_shell_call(item: dict[str, Any], path: str) -> Item:
+def _local_shell_call(item: dict[str, Any], path: str) -> LocalShellCallItem:
     action = item.get("action")
     if not isinstance(action, dict) or not isinstance(action.get("command"), list):
         raise InvalidRequest(f"{path}.action must be an object with a command, a list", param=f"{path}.action")
-    return {"call_id": _string(item, "call_id", path), "action": action, "status": "completed"}
+    return LocalShellCallItem(id=NO_ID, call_id=_string(item, "call_id", path), action=action, status="completed")
 
 
-def _call_output(item: dict[str, Any], path: str) -> Item:
+def _call_output(
+    kind: type[FunctionCallOutputItem | CustomToolCallOutputItem | LocalShellCallOutputItem],
+    item: dict[str, Any],
+    path: str,
+) -> FunctionCallOutputItem | CustomToolCallOutputItem | LocalShellCallOutputItem:
     output = item.get("output")
     if isinstance(output, list):
-        output = [_part(part, f"{path}.output[{index}]", "input_text") for index, part in enumerate(output)]
+        output = [_input_text(_part_text(part, f"{path}.output[{index}]")) for index, part in enumerate(output)]
     elif not isinstance(output, str):
         raise InvalidRequest(f"{path}.output must be a string or a list of parts", param=f"{path}.output")
     # Codex sends the item local_shell_call_output with the call's id in the field "id".
     name = "call_id" if "call_id" in item or "id" not in item else "id"
-    return {"call_id": _string(item, name, path), "output": output, "status": "completed"}
+    return kind(id=NO_ID, call_id=_string(item, name, path), output=output, status="completed")
 
 
-def _reasoning(item: dict[str, Any], path: str) -> Item:
-    parts: dict[str, Any] = {}
+def _reasoning(item: dict[str, Any], path: str) -> ReasoningItem:
+    texts: dict[str, list[str]] = {}
     for field in ("summary", "content"):
         given = item.get(field) or []
         if not isinstance(given, list) or not all(
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in given
         ):
             raise InvalidRequest(f"{path}.{field} must be a list of parts with a text", param=f"{path}.{field}")
-        kind = "summary_text" if field == "summary" else "reasoning_text"
-        parts[field] = [{"type": kind, "text": part["text"]} for part in given]
-    return {**parts, "status": "completed"}
+        texts[field] = [part["text"] for part in given]
+    return ReasoningItem(
+        id=NO_ID,
+        summary=[SummaryTextPart(text=text) for text in texts["summary"]],
+        content=[ReasoningTextPart(text=text) for text in texts["content"]],
+        status="completed",
+    )
 
 
-def _reference(item: dict[str, Any], path: str) -> Item:
-    return {"id": _string(item, "id", path)}
+def _reference(item: dict[str, Any], path: str) -> ItemReference:
+    return ItemReference(_string(item, "id", path))
 
 
 def _string(item: dict[str, Any], field: str, path: str, *, may_be_empty: bool = False) -> str:
@@ -224,18 +274,19 @@ def _string(item: dict[str, Any], field: str, path: str, *, may_be_empty: bool =
     return value
 
 
-def _namespace(item: dict[str, Any]) -> Item:
-    return {"namespace": item["namespace"]} if isinstance(item.get("namespace"), str) else {}
+def _namespace(item: dict[str, Any]) -> str | UnsetType:
+    namespace = item.get("namespace")
+    return namespace if isinstance(namespace, str) else UNSET
 
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[dict[str, Any], str], InputItem | ItemReference]] = {
     "message": _message,
     "function_call": _function_call,
-    "function_call_output": _call_output,
+    "function_call_output": partial(_call_output, FunctionCallOutputItem),
     "custom_tool_call": _custom_tool_call,
-    "custom_tool_call_output": _call_output,
+    "custom_tool_call_output": partial(_call_output, CustomToolCallOutputItem),
     "local_shell_call": _local_shell_call,
-    "local_shell_call_output": _call_output,
+    "local_shell_call_output": partial(_call_output, LocalShellCallOutputItem),
     "reasoning": _reasoning,
     "item_reference": _reference,
 }
@@ -244,22 +295,24 @@ _CHECKS = {
 # --- messages ---
 
 
-def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
-    if any(part["type"] == "input_image" for part in item["content"]):
-        pieces = [image_part(part["image_url"]) if "image_url" in part else part["text"] for part in item["content"]]
-        messages.append({"role": item["role"], "content": joined_content(pieces, "\n")})
+def _add_message(messages: list[dict[str, Any]], item: MessageItem) -> None:
+    if any(isinstance(part, InputImagePart) for part in item.content):
+        pieces = [
+            image_part(part.image_url) if isinstance(part, InputImagePart) else part.text for part in item.content
+        ]
+        messages.append({"role": item.role, "content": joined_content(pieces, "\n")})
         return
-    text = _text(item["content"])
-    role = "system" if item["role"] == "developer" else item["role"]  # Few chat templates have the role "developer".
+    text = _text(item.content)
+    role = "system" if item.role == "developer" else item.role  # Few chat templates have the role "developer".
     if role == "assistant":
-        _add_to_assistant(messages, item, "content", text)
+        _add_to_assistant(messages, "content", text)
     elif role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
         messages[0]["content"] += "\n\n" + text
     else:
         messages.append({"role": role, "content": text})
 
 
-def _add_to_assistant(messages: list[dict[str, Any]], item: Item, field: str, value: Any) -> None:
+def _add_to_assistant(messages: list[dict[str, Any]], field: str, value: Any) -> None:
     """Add a value to the last message if the assistant wrote it, and otherwise to a new message of the assistant.
 
     Within a message, reasoning comes before content, and content before tool calls. A value that would break this order
@@ -279,19 +332,17 @@ def _add_to_assistant(messages: list[dict[str, Any]], item: Item, field: str, va
         last[field] = value
 
 
-def _call(item: Item) -> tuple[str, str]:
+def _call(item: FunctionCallItem | CustomToolCallItem | LocalShellCallItem) -> tuple[str, str]:
     """Return name and arguments of a call, as the model wrote them."""
-    if item["type"] == "custom_tool_call":
-        return item["name"], json.dumps({"input": item["input"]}, ensure_ascii=False)
-    if item["type"] == "local_shell_call":
-        action = {name: value for name, value in item["action"].items() if name != "type" and value is not None}
+    if isinstance(item, CustomToolCallItem):
+        return item.name, json.dumps({"input": item.input}, ensure_ascii=False)
+    if isinstance(item, LocalShellCallItem):
+        action = {name: value for name, value in item.action.items() if name != "type" and value is not None}
         return "local_shell", json.dumps(action, ensure_ascii=False)
-    return item["name"], item["arguments"]
+    return item.name, item.arguments
 
 
-def _reasoning_text(item: Item) -> str:
-    return "\n".join(part["text"] for part in item["content"] or item["summary"])
-
-
-def _text(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _text(content: str | Sequence[ContentPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content if not isinstance(part, InputImagePart))

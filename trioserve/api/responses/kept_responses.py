@@ -9,11 +9,11 @@ conversation exist once, however many of its responses are kept.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import msgspec
 
 from trioserve.api.limits import ConnectionSettings
-from trioserve.api.responses.response_object import Item
 
 __all__ = ["KeptMemory", "KeptResponse", "KeptResponses"]
 
@@ -25,7 +25,7 @@ class KeptResponse:
 
     Args:
         items: Its own items: the input, then the output. A response without `before` also has the items of all earlier
-            responses.
+            responses. In a server they are structs. In a router they are dicts, because endpoints check them.
         before: Response that this response continues. None: `items` has the whole conversation.
 
     Attributes:
@@ -34,7 +34,7 @@ class KeptResponse:
 
     __slots__ = ("_holder_count", "before", "byte_count", "items")
 
-    def __init__(self, items: list[Item], before: KeptResponse | None) -> None:
+    def __init__(self, items: list[Any], before: KeptResponse | None) -> None:
         self.items = items
         self.before = before
         self.byte_count = len(msgspec.json.encode(items)) + RESPONSE_BYTES
@@ -43,7 +43,7 @@ class KeptResponse:
             before._holder_count += 1
 
     @property
-    def conversation(self) -> list[Item]:
+    def conversation(self) -> list[Any]:
         """Items of this response and of all earlier responses, oldest first."""
         return [item for kept in reversed(self._chain()) for item in kept.items]
 
@@ -149,7 +149,7 @@ class KeptResponses:
             self._listed.move_to_end(response_id)
         return kept
 
-    def keep(self, response_id: str, items: list[Item], *, previous_id: str | None, earlier: list[Item]) -> None:
+    def keep(self, response_id: str, items: list[Any], *, previous_id: str | None, earlier: list[Any]) -> None:
         """Keep a response. At a bound, the least recently used responses are removed, possibly this one as well.
 
         Args:

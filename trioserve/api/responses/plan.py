@@ -10,7 +10,8 @@ from trioserve.api.openai.request_types import deadlines_of
 from trioserve.api.responses.input_items import checked_items, messages_of
 from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.request_types import InputTokensBody, PromptBody, ResponsesBody, TextFormat
-from trioserve.api.responses.response_object import Item, ResponseHead, with_ids
+from trioserve.api.responses.response_object import ResponseHead, with_ids
+from trioserve.api.responses.response_types import InputItem
 from trioserve.api.responses.stored_responses import EarlierResponses
 from trioserve.api.responses.tools import Tools, parse_tools
 from trioserve.api.session_fields import retention_seconds
@@ -40,8 +41,8 @@ class PlannedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     head: ResponseHead
     turn: TurnRequest
-    input: list[Item]
-    earlier: list[Item]
+    input: list[InputItem]
+    earlier: list[InputItem]
 
 
 async def plan_response(
@@ -113,16 +114,16 @@ async def plan_prompt(context: RequestContext, body: InputTokensBody) -> TurnReq
 
 async def _plan(
     context: RequestContext, body: PromptBody, sampling: SamplingParams, kept: KeptResponses | None = None
-) -> tuple[list[Item], list[Item], Tools, TurnRequest]:
+) -> tuple[list[InputItem], list[InputItem], Tools, TurnRequest]:
     """Return the items of earlier responses, the body's own items, its tools, and the turn."""
     responses = EarlierResponses(context.services.store, context.owner, kept)
     tools = parse_tools(body.tools, body.tool_choice)
     check_shape(body.chat_template_kwargs, "chat_template_kwargs")
-    own = checked_items(body.input)
-    earlier: list[Item] = []
+    checked = checked_items(body.input)
+    earlier: list[InputItem] = []
     if body.previous_response_id is not None:
         earlier = await responses.items_before(body.previous_response_id)
-    own = await responses.resolved(own)
+    own = await responses.resolved(checked)
     messages = messages_of([*earlier, *own], body.instructions)
     if not messages:
         raise InvalidRequest("there is no input: send a text, or at least one item", param="input")

@@ -7,29 +7,43 @@ The id of an item contains the response and the position: `msg_<key>_2` is the t
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from trioserve.api.generation import Usage
 from trioserve.api.responses.request_types import ResponsesBody
+from trioserve.api.responses.response_types import (
+    IncompleteDetails,
+    InputItem,
+    OutputItem,
+    ResponseErrorDetail,
+    ResponseInputDetails,
+    ResponseObject,
+    ResponseOutputDetails,
+    ResponseReasoning,
+    ResponseStatus,
+    ResponseUsage,
+)
 from trioserve.api.responses.tools import Tools
+from trioserve.api.streams.cursors import ResumeBody
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.weights import WeightVersions
 
 __all__ = [
     "FINAL",
+    "SERVER_ERROR",
     "ItemPlace",
     "ResponseHead",
     "failed_object",
     "item_id",
     "item_place",
-    "response_error",
     "response_id",
-    "usage_object",
+    "response_usage",
     "with_ids",
 ]
-
-Item = dict[str, Any]
 
 _PREFIXES = {
     "message": "msg",
@@ -89,7 +103,7 @@ def item_place(text: str) -> ItemPlace | None:
     return None if match is None else ItemPlace(response_id(match[1]), match[2] is not None, int(match[3]))
 
 
-def with_ids(items: list[Item], response: str) -> list[Item]:
+def with_ids(items: Iterable[InputItem], response: str) -> list[InputItem]:
     """Return copies of input items with ids of this response.
 
     An id that the client sent is replaced, because it belongs to another response or another server.
@@ -98,11 +112,17 @@ def with_ids(items: list[Item], response: str) -> list[Item]:
         items: Checked input items.
         response: Id of the response.
     """
-    return [{**item, "id": item_id(item["type"], response, index, is_input=True)} for index, item in enumerate(items)]
+    return [
+        msgspec.structs.replace(item, id=item_id(item.type, response, index, is_input=True))
+        for index, item in enumerate(items)
+    ]
 
 
 FINAL = frozenset({"completed", "incomplete", "failed", "cancelled"})
 """Statuses that never change again."""
+
+SERVER_ERROR = "server_error"
+"""Code of errors that OpenAI's API has no other code for."""
 
 LOST = "the server stopped before this response was complete: send the request again"
 """Message for a response that was interrupted by a restart."""
@@ -131,14 +151,16 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
 
     def object(
         self,
-        status: str,
+        status: ResponseStatus,
         *,
-        output: list[Item],
-        usage: dict[str, object] | None = None,
+        output: list[OutputItem],
+        usage: ResponseUsage | None = None,
         completed_at: int | None = None,
-        incomplete_reason: str | None = None,
-        error: dict[str, str] | None = None,
-    ) -> dict[str, Any]:
+        incomplete_details: IncompleteDetails | None = None,
+        error: ResponseErrorDetail | None = None,
+        weight_versions: WeightVersions = (),
+        resume: ResumeBody | None = None,
+    ) -> ResponseObject:
         """Return the response object for a status.
 
         Args:
@@ -146,8 +168,10 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
             output: Output items so far.
             usage: Token counts. None until the response ends.
             completed_at: Unix time in seconds. None unless the response is completed.
-            incomplete_reason: Reason for the status "incomplete".
+            incomplete_details: Reason for the status "incomplete".
             error: Error for the status "failed".
+            weight_versions: Weight versions of the output tokens. Empty if the weights were never replaced.
+            resume: State to resume the response. None if the client cannot resume it.
         """
         body, sampling = self.body, self.sampling
         text = body.text
@@ -162,69 +186,67 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
                     "strict": bool(text.format.strict),
                 }
         reasoning = body.reasoning
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created_at,
-            "completed_at": completed_at,
-            "status": status,
-            "background": bool(body.background),
-            "error": error,
-            "incomplete_details": None if incomplete_reason is None else {"reason": incomplete_reason},
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "model": self.model,
-            "output": output,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {
-                "effort": None if reasoning is None else reasoning.effort,
-                "summary": None if reasoning is None else reasoning.summary or reasoning.generate_summary,
-            },
-            "safety_identifier": body.safety_identifier,
-            "service_tier": "default",
-            "store": self.stores,
-            "temperature": sampling.temperature,
-            "text": {"format": text_format, "verbosity": "medium" if text is None else text.verbosity or "medium"},
-            "tool_choice": self.tools.choice_echo,
-            "tools": self.tools.echo,
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": sampling.top_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "truncation": body.truncation or "disabled",
-            "usage": usage,
-            "user": body.user,
-            "metadata": body.metadata or {},
-        }
+        return ResponseObject(
+            id=self.id,
+            created_at=self.created_at,
+            completed_at=completed_at,
+            status=status,
+            background=bool(body.background),
+            error=error,
+            incomplete_details=incomplete_details,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
+            model=self.model,
+            output=output,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            prompt_cache_key=body.prompt_cache_key,
+            reasoning=ResponseReasoning(
+                effort=None if reasoning is None else reasoning.effort,
+                summary=None if reasoning is None else reasoning.summary or reasoning.generate_summary,
+            ),
+            safety_identifier=body.safety_identifier,
+            service_tier="default",
+            store=self.stores,
+            temperature=sampling.temperature,
+            text={"format": text_format, "verbosity": "medium" if text is None else text.verbosity or "medium"},
+            tool_choice=self.tools.choice_echo,
+            tools=self.tools.echo,
+            top_logprobs=body.top_logprobs or 0,
+            top_p=sampling.top_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            truncation=body.truncation or "disabled",
+            usage=usage,
+            user=body.user,
+            metadata=body.metadata or {},
+            weight_versions=list(weight_versions) or UNSET,
+            resume=UNSET if resume is None else resume,
+        )
 
 
-def usage_object(usage: Usage) -> dict[str, object]:
+def response_usage(usage: Usage) -> ResponseUsage:
     details = usage.completion_tokens_details
-    reasoning_tokens = 0 if details is msgspec.UNSET else details.reasoning_tokens
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "cache_write_tokens": 0,  # This server does not charge for cache writes.
-        },
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": usage.total_tokens,
-    }
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=ResponseInputDetails(
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            cache_write_tokens=0,  # This server does not charge for cache writes.
+        ),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=ResponseOutputDetails(
+            reasoning_tokens=0 if details is UNSET else details.reasoning_tokens
+        ),
+        total_tokens=usage.total_tokens,
+    )
 
 
-def response_error(message: str, code: str = "server_error") -> dict[str, str]:
-    return {"code": code, "message": message}
-
-
-def failed_object(stored: dict[str, Any]) -> dict[str, Any]:
+def failed_object(stored: ResponseObject) -> ResponseObject:
     """Return the failed response object for a response that was stored as unfinished and does not run any more. A
     restart of the server causes this state.
 
     Args:
         stored: The stored response object.
     """
-    return {**stored, "status": "failed", "error": response_error(LOST)}
+    return msgspec.structs.replace(stored, status="failed", error=ResponseErrorDetail(code=SERVER_ERROR, message=LOST))

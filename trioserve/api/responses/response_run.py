@@ -8,14 +8,16 @@ that memory is full, the client still gets the response, with `store` set to fal
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trioserve.api.error_responses import ErrorResponse, error_response
 from trioserve.api.generation import PARTIAL_FINISH, KeepAlive, Usage
 from trioserve.api.openai.logprobs import chat_tokens
 from trioserve.api.openai.response_types import ChatToken
-from trioserve.api.responses.events import Event, ResponseEvents
+from trioserve.api.responses.events import Ended, ResponseEvents
 from trioserve.api.responses.plan import PlannedResponse
+from trioserve.api.responses.response_object import SERVER_ERROR
+from trioserve.api.responses.response_types import ResponseEvent, ResponseObject
 from trioserve.api.responses.stored_responses import KIND, StoredResponse, stored_bytes
 from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.streams.resumption import Resumption
@@ -30,11 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ResponseRun"]
 
-Send = Callable[[list[Event], Delta], Awaitable[None]]
+Send = Callable[[list[ResponseEvent], Delta], Awaitable[None]]
 """Function that receives the events of one piece, and the delta."""
-
-Ended = tuple[list[Event], dict[str, Any]]
-"""The last events, and the whole response."""
 
 
 class ResponseRun:
@@ -58,7 +57,7 @@ class ResponseRun:
     def __init__(self, context: RequestContext, planned: PlannedResponse, resumption: Resumption | None = None) -> None:
         self.planned = planned
         self._resumption = resumption
-        self._stop_reason: int | str | None = None
+        self._stop_reason: str | None = None
         self.turn: ChatTurn = chat_turn(context, planned.turn, resumption)
         self._clock = context.clock_and_ids
         tokenizer = context.engine.tokenizer
@@ -89,9 +88,9 @@ class ResponseRun:
 
         await self.turn.read(take, keep_alive=keep_alive)
 
-    async def skip_known(self) -> list[Event]:
+    async def skip_known(self) -> list[ResponseEvent]:
         """Process the known part of a resumed response. Return its events."""
-        events: list[Event] = []
+        events: list[ResponseEvent] = []
 
         def take(parts: list[ResponsePart], delta: Delta) -> None:
             self._note(delta)
@@ -102,7 +101,8 @@ class ResponseRun:
 
     def _note(self, delta: Delta) -> None:
         if delta.finish_reason is not None:
-            self._stop_reason = delta.stop_reason
+            # An int is a stop token. Partial results have no stop token.
+            self._stop_reason = delta.stop_reason if isinstance(delta.stop_reason, str) else None
 
     def complete(self) -> Ended:
         """Return the last events and the response after the turn has ended."""
@@ -139,14 +139,14 @@ class ResponseRun:
         """Return the last events and the response that was cut for new input of its user."""
         return self.events.end_steered(usage=self._end())
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> ResponseObject:
         """Return the current response object."""
         return self.planned.head.object(self.events.status, output=self.events.output)
 
-    def stored(self, response: dict[str, Any]) -> StoredResponse:
+    def stored(self, response: ResponseObject) -> StoredResponse:
         return StoredResponse(response=response, input=self.planned.input)
 
-    async def store(self, context: RequestContext, response: dict[str, Any]) -> None:
+    async def store(self, context: RequestContext, response: ResponseObject) -> None:
         """Store a complete response if its request asks for that. Call this before its client gets the end.
 
         Args:
@@ -166,7 +166,7 @@ class ResponseRun:
         try:
             await store.settle(*changes)
         except (DiskFull, StoreFault):
-            response["store"] = False
+            response.store = False
 
 
 def _code(error: ErrorResponse) -> str:
@@ -176,5 +176,5 @@ def _code(error: ErrorResponse) -> str:
     elif error.code is not None:
         return error.code
     else:
-        code = "invalid_prompt" if error.status < 500 else "server_error"
+        code = "invalid_prompt" if error.status < 500 else SERVER_ERROR
     return code

@@ -1,7 +1,7 @@
 """Types of everything that the Responses API sends.
 
-The handlers of small responses encode these types. Response objects, their items and events are dicts, because they are
-also read from the store (see events.py). Tests check that the dicts agree with these types.
+The server encodes, stores and describes responses, their items and their events with these types. The store has objects
+of earlier versions, so a new field of a response or an item needs a default.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from trioserve.api.openai.response_types import ChatToken
 from trioserve.api.response import Response
 from trioserve.api.streams.cursors import ResumeBody
 
-__all__ = ["DeletedResponse", "InputTokens", "ResponseEvent", "ResponseItems", "ResponseObject"]
-
 # --- items ---
 
 
 class OutputTextPart(Response, tag_field="type", tag="output_text"):
     text: str
-    annotations: list[Any]
+    annotations: list[Any] = msgspec.field(default_factory=list)
     logprobs: list[ChatToken] | UnsetType = UNSET
 
 
@@ -42,68 +40,65 @@ class SummaryTextPart(Response, tag_field="type", tag="summary_text"):
     text: str
 
 
+ContentPart = OutputTextPart | InputTextPart | InputImagePart
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class MessageItem(Response, tag_field="type", tag="message"):
+class Item(Response, tag_field="type"):
     id: str
-    role: Literal["user", "assistant", "system", "developer"]
     status: ItemStatus
-    content: list[OutputTextPart | InputTextPart | InputImagePart]
+
+    @property
+    def type(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class MessageItem(Item, tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: list[ContentPart]
     phase: Literal["commentary", "final_answer"] | UnsetType = UNSET
 
 
-class ReasoningItem(Response, tag_field="type", tag="reasoning"):
-    id: str
-    status: ItemStatus
+class ReasoningItem(Item, tag="reasoning"):
     summary: list[SummaryTextPart]
     content: list[ReasoningTextPart]
 
 
-class FunctionCallItem(Response, tag_field="type", tag="function_call"):
-    id: str
+class CallItem(Item):
     call_id: str
+
+
+class FunctionCallItem(CallItem, tag="function_call"):
     name: str
     arguments: str
-    status: ItemStatus
     namespace: str | UnsetType = UNSET
 
 
-class CustomToolCallItem(Response, tag_field="type", tag="custom_tool_call"):
-    id: str
-    call_id: str
+class CustomToolCallItem(CallItem, tag="custom_tool_call"):
     name: str
     input: str
-    status: ItemStatus
     namespace: str | UnsetType = UNSET
 
 
-class LocalShellCallItem(Response, tag_field="type", tag="local_shell_call"):
-    id: str
-    call_id: str
+class LocalShellCallItem(CallItem, tag="local_shell_call"):
     action: dict[str, Any]
-    status: ItemStatus
 
 
-class FunctionCallOutputItem(Response, tag_field="type", tag="function_call_output"):
-    id: str
+class CallOutputItem(Item):
     call_id: str
     output: str | list[InputTextPart]
-    status: ItemStatus
 
 
-class CustomToolCallOutputItem(Response, tag_field="type", tag="custom_tool_call_output"):
-    id: str
-    call_id: str
-    output: str | list[InputTextPart]
-    status: ItemStatus
+class FunctionCallOutputItem(CallOutputItem, tag="function_call_output"):
+    pass
 
 
-class LocalShellCallOutputItem(Response, tag_field="type", tag="local_shell_call_output"):
-    id: str
-    call_id: str
-    output: str | list[InputTextPart]
-    status: ItemStatus
+class CustomToolCallOutputItem(CallOutputItem, tag="custom_tool_call_output"):
+    pass
+
+
+class LocalShellCallOutputItem(CallOutputItem, tag="local_shell_call_output"):
+    pass
 
 
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | LocalShellCallItem
@@ -161,12 +156,14 @@ class ResponseReasoning(Response):
     summary: str | None
 
 
-class ResponseObject(Response):
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseObject(Response, tag_field="object", tag="response"):
     id: str
-    object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: ResponseStatus
     background: bool
     error: ResponseErrorDetail | None
     incomplete_details: IncompleteDetails | None
@@ -207,12 +204,13 @@ class InputTokens(Response, tag_field="object", tag="response.input_tokens"):
     input_tokens: int
 
 
-class ResponseEvent(msgspec.Struct):
-    """Fields of events.
+class ResponseEvent(Response):
+    """An event of a response.
 
     `type` and `sequence_number` are always present. The others depend on the type, as in OpenAI's API.
 
     `response` is present in events about the whole response, and `item` in events that begin or end an item.
+    `stream_id` names the lane on a websocket.
     """
 
     type: Literal[
@@ -246,5 +244,79 @@ class ResponseEvent(msgspec.Struct):
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
     summary_index: int | UnsetType = UNSET
+    part: ContentPart | ReasoningTextPart | SummaryTextPart | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
+    logprobs: list[ChatToken] | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    stream_id: str | UnsetType = UNSET
+
+
+# --- further events of websockets ---
+
+
+class ErrorEvent(Response, tag_field="type", tag="error"):
+    """An error on a websocket.
+
+    Attributes:
+        error: The error as in HTTP. It repeats `headers`, because some clients read them there.
+        headers: Header fields that the error has in HTTP.
+        stream_id: Lane of the message that failed.
+    """
+
+    status: int
+    error: dict[str, Any]
+    headers: dict[str, str] | UnsetType = UNSET
+    stream_id: str | UnsetType = UNSET
+
+
+class SteeredInput(Response):
+    """Input for the successor of a response.
+
+    Attributes:
+        previous_response_id: The response.
+        id: Id of the input, if it was accepted.
+        input: The input, if the client gets it back.
+    """
+
+    previous_response_id: str
+    id: str | UnsetType = UNSET
+    input: str | list[dict[str, Any]] | UnsetType = UNSET
+
+
+class SteerError(Response, tag_field="type", tag="invalid_request_error"):
+    code: str
+    message: str
+
+
+class RequiredInput(Response):
+    """An input item that a client must send before its steered input has an effect.
+
+    Attributes:
+        type: Type of the item.
+        call_id: The tool call whose output is missing.
+        name: Name of the function. Only of functions.
+    """
+
+    type: str
+    call_id: str
+    name: str | UnsetType = UNSET
+
+
+class SteeringEvent(Response):
+    """An event about input that steers a response.
+
+    Attributes:
+        error: Reason of a failure.
+        reason: Reason why the input has no effect yet.
+    """
+
+    type: Literal["response.steer.accepted", "response.steer.pending", "response.steer.failed"]
+    steer: SteeredInput
+    sequence_number: int = 0
+    error: SteerError | UnsetType = UNSET
+    reason: Literal["waiting_for_required_input"] | UnsetType = UNSET
+    required_input: list[RequiredInput] | UnsetType = UNSET
+    stream_id: str | UnsetType = UNSET

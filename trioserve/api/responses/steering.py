@@ -10,17 +10,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from trioserve.api.responses.input_items import CALL_OUTPUTS, checked_items
-from trioserve.api.responses.response_object import Item
+from trioserve.api.responses.response_types import (
+    CallItem,
+    FunctionCallItem,
+    MessageItem,
+    OutputItem,
+    RequiredInput,
+    SteeredInput,
+    SteerError,
+    SteeringEvent,
+)
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["STEERED", "Steer", "SteerEvent", "failed_fields", "required_input", "with_steers"]
-
-STEERED = "steered"
-"""Reason of an incomplete response that was cut for new input."""
-
-_OUTPUT_OF = {call: output for output, call in CALL_OUTPUTS.items()}
+__all__ = ["Steer", "SteerEvent", "required_input", "steer_failed", "with_steers"]
 
 
 class SteerEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,9 +50,9 @@ class SteerEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not self.input:
             raise InvalidRequest("input is empty: send a text, or messages of the user", param="input")
         for item in checked_items(self.input):
-            if item["type"] != "message" or item["role"] != "user":
+            if not isinstance(item, MessageItem) or item.role != "user":
                 raise InvalidRequest(
-                    f"input has an item of the type {item['type']!r} that is no message of the user: send it with "
+                    f"input has an item of the type {item.type!r} that is no message of the user: send it with "
                     "response.create",
                     param="input",
                 )
@@ -66,12 +71,13 @@ class Steer(msgspec.Struct, frozen=True, kw_only=True):
     event: SteerEvent
     byte_count: int
 
-    def fields(self) -> dict[str, Any]:
-        return {"steer": {"id": self.id, "previous_response_id": self.event.previous_response_id}}
+    @property
+    def shown(self) -> SteeredInput:
+        return SteeredInput(id=self.id, previous_response_id=self.event.previous_response_id)
 
 
-def failed_fields(event: SteerEvent, code: str, message: str, *, steer_id: str | None = None) -> dict[str, Any]:
-    """Return the fields of the event `response.steer.failed`, which gives the input back to the client.
+def steer_failed(event: SteerEvent, code: str, message: str, *, steer_id: str | None = None) -> SteeringEvent:
+    """Return the event that gives input back to the client.
 
     Args:
         event: The client's message.
@@ -79,23 +85,31 @@ def failed_fields(event: SteerEvent, code: str, message: str, *, steer_id: str |
         message: Sentence for people.
         steer_id: Id of the input if it was accepted.
     """
-    steer: dict[str, Any] = {"previous_response_id": event.previous_response_id, "input": event.input}
-    if steer_id is not None:
-        steer["id"] = steer_id
-    return {"error": {"type": "invalid_request_error", "code": code, "message": message}, "steer": steer}
+    return SteeringEvent(
+        type="response.steer.failed",
+        steer=SteeredInput(
+            id=UNSET if steer_id is None else steer_id,
+            previous_response_id=event.previous_response_id,
+            input=event.input,
+        ),
+        error=SteerError(code=code, message=message),
+    )
 
 
-def required_input(output: Iterable[Item]) -> list[Item]:
-    """Return an input item without its output for each tool call of a response.
+def required_input(output: Iterable[OutputItem]) -> list[RequiredInput]:
+    """Return the input item that each tool call of a response needs.
 
     Args:
         output: Output items of the response.
     """
-    calls = [item for item in output if item["type"] in _OUTPUT_OF]
     return [
-        {"type": _OUTPUT_OF[call["type"]], "call_id": call["call_id"]}
-        | ({"name": call["name"]} if call["type"] == "function_call" else {})
-        for call in calls
+        RequiredInput(
+            type=f"{item.type}_output",
+            call_id=item.call_id,
+            name=item.name if isinstance(item, FunctionCallItem) else UNSET,
+        )
+        for item in output
+        if isinstance(item, CallItem)
     ]
 
 

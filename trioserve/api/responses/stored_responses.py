@@ -6,13 +6,15 @@ earlier responses are found by following `previous_response_id` backward, up to 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 
 from trioserve.api.error_responses import Refusal, refusal
+from trioserve.api.responses.input_items import ItemReference
 from trioserve.api.responses.kept_responses import KeptResponses
-from trioserve.api.responses.response_object import Item, item_place
+from trioserve.api.responses.response_object import item_place
+from trioserve.api.responses.response_types import InputItem, ResponseObject
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import Store
 from trioserve.store.stored_objects import StoredObject
@@ -43,12 +45,12 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         input: The items of the response's own input, with ids.
     """
 
-    response: dict[str, Any]
-    input: list[Item]
+    response: ResponseObject
+    input: list[InputItem]
 
     @property
-    def items(self) -> list[Item]:
-        return [*self.input, *self.response["output"]]
+    def items(self) -> list[InputItem]:
+        return [*self.input, *self.response.output]
 
 
 def stored_bytes(stored: StoredResponse) -> bytes:
@@ -83,7 +85,7 @@ class EarlierResponses:
         self._loaded: dict[str, StoredResponse] = {}
         self._bytes_left = LOADED_BYTES_MAX
 
-    async def items_before(self, previous_id: str) -> list[Item]:
+    async def items_before(self, previous_id: str) -> list[InputItem]:
         """Return the items of a response and of all earlier responses in its chain, oldest first.
 
         Args:
@@ -93,7 +95,7 @@ class EarlierResponses:
             Refusal: A response of the chain does not exist (404).
             InvalidRequest: The chain is too long, or one of its responses has failed, was cancelled or still runs.
         """
-        chain: list[list[Item]] = []
+        chain: list[list[InputItem]] = []
         wanted: str | None = previous_id
         while wanted is not None:
             kept = None if self._kept is None else self._kept.find(wanted)
@@ -110,17 +112,17 @@ class EarlierResponses:
                     "that matter in input",
                     param="previous_response_id",
                 )
-            status = stored.response["status"]
+            status = stored.response.status
             if status not in CONTINUABLE:
                 raise InvalidRequest(
                     f"the response {wanted} is {status}, but only a completed or incomplete response can be continued",
                     param="previous_response_id",
                 )
             chain.append(stored.items)
-            wanted = stored.response["previous_response_id"]
+            wanted = stored.response.previous_response_id
         return [item for items in reversed(chain) for item in items]
 
-    async def resolved(self, items: list[Item]) -> list[Item]:
+    async def resolved(self, items: Iterable[InputItem | ItemReference]) -> list[InputItem]:
         """Return the items with each reference replaced by the item that it names.
 
         The size of the replaced items is limited: short references could name a long item many times.
@@ -132,25 +134,25 @@ class EarlierResponses:
             Refusal: A referenced item does not exist (404).
             InvalidRequest: The size limit is exceeded.
         """
-        resolved: list[Item] = []
+        resolved: list[InputItem] = []
         for item in items:
-            if item["type"] == "item_reference":
-                item = await self._referred(item["id"])
+            if isinstance(item, ItemReference):
+                item = await self._referred(item.id)
                 self._count(len(msgspec.json.encode(item)), "input")
             resolved.append(item)
         return resolved
 
-    async def _referred(self, item_id: str) -> Item:
+    async def _referred(self, item_id: str) -> InputItem:
         place = item_place(item_id)
         if place is not None:
             kept = None if self._kept is None else self._kept.find(place.response_id)
             if kept is not None:
-                items = kept.items
+                items: list[InputItem] = kept.items
             else:
                 stored = self._loaded.get(place.response_id) or await self._load(place.response_id, "input")
                 items = [] if stored is None else stored.items
             for item in items:
-                if item["id"] == item_id:
+                if item.id == item_id:
                     return item
         raise refusal(
             "item_not_found",
