@@ -1,4 +1,4 @@
-"""Tests that one of two servers behind nginx or HAProxy can be stopped under load.
+"""Tests that one of two servers behind nginx or HAProxy can be stopped under load, and websockets through a proxy.
 
 The proxies run with the configuration blocks of docs/guides/proxies.md. On Debian and Ubuntu, the packages
 nginx-light and haproxy provide the programs.
@@ -17,8 +17,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
+
+from trioserve.testing.memory_websocket import MemoryWebSocket
 
 from .test_router import WAIT_SECONDS_MAX, Asker, wait_until
 
@@ -165,3 +169,35 @@ def test_clients_behind_a_proxy_get_complete_responses_while_one_server_drains(p
         assert not any("error" in event for event in stream.events)
         assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
     wait_until(lambda: staying.metric('trioserve:kv_blocks{state="used"}') == 0)
+
+
+@pytest.mark.slow
+async def test_websocket_behind_a_proxy_has_turns_and_frees_blocks_when_its_client_leaves(proxied):
+    url, servers = proxied
+    authority = url.removeprefix("http://")
+    host, port = authority.split(":")
+    websocket = MemoryWebSocket(await trio.open_tcp_stream(host, int(port)))
+
+    async def turn(**fields: object) -> dict[str, Any]:
+        await websocket.send(json.dumps({"type": "response.create", "model": "smollm2", "store": False, **fields}))
+        while True:
+            event = json.loads(await websocket.receive())
+            if event["type"] in ("response.completed", "response.incomplete", "response.output_text.delta"):
+                return event
+
+    async def response(**fields: object) -> dict[str, Any]:
+        event = await turn(**fields)
+        while "response" not in event:
+            event = json.loads(await websocket.receive())
+        return event["response"]
+
+    with trio.fail_after(WAIT_SECONDS_MAX):
+        await websocket.open("/v1/responses", {"Host": authority})
+        first = await response(input="My name is Ada.", max_output_tokens=4)
+        second = await response(input="Who am I?", max_output_tokens=4, previous_response_id=first["id"])
+        assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+        await turn(input="Tell a long story.", max_output_tokens=STREAM_TOKENS)
+        assert sum(server.metric("trioserve:num_requests_running") for server in servers) == 1
+        await websocket.stream.aclose()
+    wait_until(lambda: not any(server.metric("trioserve:num_requests_running") for server in servers))
+    wait_until(lambda: not any(server.metric('trioserve:kv_blocks{state="used"}') for server in servers))
