@@ -5,6 +5,8 @@ frees.
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.proxy import response_turn
 from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed
 
 PATH = "/v1/responses"
@@ -187,3 +190,48 @@ async def test_drained_router_ends_the_response_and_closes_the_connection(open_r
         with pytest.raises(WebSocketClosed) as closed:
             await socket.receive()
         assert closed.value.code == 1001
+
+
+async def visit(setup: Any, rng: random.Random, ends: Counter[str]) -> None:
+    """Take turns on a connection, and leave in some phase or after the last turn."""
+    await trio.sleep(rng.random() * 10)
+    leaves = rng.random() < 0.3
+    async with setup.router.websocket(PATH) as socket:
+        previous = None
+        with trio.move_on_after(rng.random() if leaves else 1000):
+            for _ in range(rng.randrange(1, 4)):
+                event = await ask(socket, "Hi", previous_response_id=previous)
+                end = event["type"] if event["type"] != "error" else event["error"]["code"] or event["error"]["type"]
+                ends[end] += 1
+                previous = event.get("response", {}).get("id")
+                await trio.sleep(rng.random())
+
+
+@pytest.mark.parametrize("client_count", [pytest.param(50, marks=pytest.mark.slow)])
+async def test_two_killed_endpoints_leave_no_lease_and_no_websocket(open_router, client_count):
+    engine = {"response": "x" * 20, "step_seconds": 0.01, "max_num_seqs": 32}
+    async with open_router(ids="abc", engine=engine, failures_max=1_000_000, continuations_per_second_max=1e6) as setup:
+        rng = random.Random(client_count)
+        ends: Counter[str] = Counter()
+        async with trio.open_nursery() as nursery:
+            for _ in range(client_count):
+                nursery.start_soon(visit, setup, random.Random(rng.random()), ends)
+            for id, seconds in (("a", 3), ("b", 3)):
+                await trio.sleep(seconds)
+                setup.unreachable.add(id)
+                await setup.servers[id].hang_up()
+        await wait_all_tasks_blocked()
+        counters = setup.router.server.counters()
+        assert counters.websockets_total == client_count
+        assert set(ends) <= {"response.completed", "endpoint_lost"}, ends
+        assert ends["response.completed"] > client_count
+        assert (counters.websockets_open, counters.exchanges_open) == (0, 0)
+        assert not any(setup.leases().values())
+
+
+def test_error_that_ends_a_stream_becomes_a_message_with_a_type():
+    error = {"message": "the endpoint was lost", "type": "overloaded", "code": "endpoint_lost"}
+    message = json.loads(response_turn._as_message(json.dumps({"error": error}, separators=(",", ":")).encode()))
+    assert message == {"type": "error", "status": 500, "error": error}
+    event = b'{"type":"response.created","sequence_number":0}'
+    assert response_turn._as_message(event) == event

@@ -260,7 +260,7 @@ class _EventExchange(Exchange):
         for event in _END.split(self._events.feed(data)):
             lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
             if lines and lines != [DONE]:
-                await self._send_bytes(b"\n".join(lines))
+                await self._send_bytes(_as_message(b"\n".join(lines)))
 
     async def finish(self, last: bytes = b"") -> None:
         await self.send(last)
@@ -273,6 +273,15 @@ class _EventExchange(Exchange):
         if self._turn.stream_id is not None:
             event = rewritten(event, {"stream_id": self._turn.stream_id})
         await self._inner.send(event)
+
+
+def _as_message(event: bytes) -> bytes:
+    """Return an event of a stream as a message. An error that ends the stream has no type there.
+
+    Args:
+        event: The event as JSON.
+    """
+    return rewritten(event, {"type": "error", "status": 500}) if event.startswith(b'{"error":') else event
 
 
 @contextmanager

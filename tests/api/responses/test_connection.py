@@ -5,8 +5,9 @@ frees.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -17,9 +18,10 @@ from trioserve.api.limits import ConnectionSettings
 from trioserve.api.responses.response_types import ResponseEvent
 from trioserve.http.limits import FrontendLimits
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
-from trioserve.testing.memory_websocket import MemoryWebSocket
+from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed
 
 PATH = "/v1/responses"
+ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 
 
 class Agent:
@@ -430,3 +432,47 @@ async def test_each_response_is_counted_as_a_request_of_its_caller(autojump_cloc
         assert 'handler="/v1/responses",method="POST",status="2xx"} 1' in text
         assert 'handler="/v1/responses",method="POST",status="4xx"} 2' in text
         assert 'handler="/v1/responses",method="GET"' not in text
+
+
+LEFT = (trio.BrokenResourceError, trio.ClosedResourceError, WebSocketClosed)
+
+
+async def visit(server: MemoryServer, rng: random.Random) -> None:
+    """Open a connection, take some turns, and leave in some phase and way."""
+    await trio.sleep(rng.random() * 20)
+    async with connected(server) as agent:
+        with trio.move_on_after(rng.random() * 2), suppress(*LEFT):
+            previous = None
+            for _ in range(rng.randrange(4)):
+                await agent.create("Hi", previous_response_id=previous, stream_id=rng.choice((None, "a")))
+                if rng.random() < 0.2:
+                    await agent.send({"type": "response.cancel"})
+                elif rng.random() < 0.8:
+                    event = await agent.until(*ENDS, lane=None)
+                    previous = event.get("response", {}).get("id")
+                await trio.sleep(rng.random())
+        with suppress(*LEFT):
+            match rng.randrange(4):
+                case 0:
+                    await agent.socket.close()
+                case 1:
+                    agent.socket.abort()
+                case 2:
+                    await agent.socket.half_close()
+
+
+@pytest.mark.parametrize("client_count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_sessions_that_leave_in_any_phase_leave_nothing_behind(autojump_clock, client_count):
+    options = {"response": "x" * 40, "step_seconds": 0.01, "max_num_seqs": 16}
+    limits = FrontendLimits(exchanges_max=64, websockets_max=client_count)
+    async with opened(**options, limits=limits) as server:
+        rng = random.Random(client_count)
+        async with trio.open_nursery() as nursery:
+            for _ in range(client_count):
+                nursery.start_soon(visit, server, random.Random(rng.random()))
+        await server.assert_all_free()
+        counters = server.server.counters()
+        assert counters.websockets_total == client_count
+        assert counters.websocket_messages_received_total > client_count
+        assert (server.connection_count, counters.connections_open, list(server.engine.sessions)) == (0, 0, [])
+        assert counters.exchanges_failed_total == counters.connections_failed_total == 0
