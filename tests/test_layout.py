@@ -330,7 +330,7 @@ def lines_that_wait(source: str) -> Iterator[int]:
             yield node.lineno
 
 
-def test_every_file_of_the_product_belongs_to_a_listed_package():
+def test_every_product_file_belongs_to_a_listed_package():
     strangers = [str(file) for place, file in sources() if place not in ROOMS and place not in TOP_FILES]
     assert not strangers, "a new room needs its line in ROOMS, a new top file a reason to stand in TOP_FILES"
 

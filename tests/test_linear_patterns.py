@@ -49,7 +49,7 @@ GROWTH_MAX = 9.0
 LETTERS_MAX = 5
 
 
-def test_every_pattern_is_linear() -> None:
+def test_every_regular_expression_matches_in_linear_time() -> None:
     patterns = list(found())
     assert len(patterns) > 80, "patterns are not found any more"
     assert [f"{place}: {why}" for place, pattern, uses in patterns if (why := superlinear(pattern, uses))] == []

@@ -80,7 +80,7 @@ def test_each_line_names_existing_tests_or_what_is_missing(number):
         assert number in scenarios_by_test().get(test, set()), f"no {test} names {number} in its docstring"
 
 
-def test_every_test_that_names_a_scenario_is_in_its_line():
+def test_every_test_that_names_a_scenario_is_listed_for_that_scenario():
     for test, numbers in scenarios_by_test().items():
         for number in numbers:
             assert number in LINES, f"{test} names {number}, which is not in the table"

@@ -144,7 +144,7 @@ async def test_number_of_waiting_tokenize_requests_is_limited(gate):
         assert refused.endswith(" 2.0")
 
 
-async def test_one_owner_cannot_use_all_jobs_aside(gate):
+async def test_number_of_text_jobs_of_one_key_is_limited(gate):
     async with TextThreads() as threads, trio.open_nursery() as nursery:
 
         async def tokenize(owner: str | None) -> None:

@@ -278,7 +278,7 @@ def test_a_key_of_two_kinds_has_the_more_trusted_kind():
     assert keys.caller("Bearer other").kind is CallerKind.ORDINARY
 
 
-def test_salts_of_a_key_do_not_reveal_it_and_are_equal_on_every_server():
+def test_cache_salt_of_an_api_key_hides_the_key_and_is_equal_on_every_server():
     salts = set()
     for own in (None, "s", "\udc00"):
         one, other = (ApiKeys(KEYS).caller("Bearer alice-key").cache_salt(own, "ignored") for _ in range(2))

@@ -97,7 +97,7 @@ async def test_usage_counts_reasoning_tokens(make_api: Any) -> None:
         assert len(THOUGHT) <= streamed_count <= SAID.index("It rains.")
 
 
-async def test_reasoning_can_be_left_out(make_api: Any) -> None:
+async def test_response_omits_reasoning_if_the_request_excludes_it(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         message = (await api.chat(messages=[USER], include_reasoning=False)).json()["choices"][0]["message"]
         assert message == {"role": "assistant", "content": "It rains.", "refusal": None}

@@ -83,7 +83,7 @@ async def test_limits_of_openapi_ranges_are_accepted_and_values_beyond_are_refus
     assert seen >= 15
 
 
-async def test_both_names_of_max_tokens_are_checked(api: Any) -> None:
+async def test_max_tokens_and_max_completion_tokens_are_checked(api: Any) -> None:
     exchange = await api.chat(max_tokens=-1, max_completion_tokens=5)
     assert exchange.json()["error"]["param"] == "max_tokens"
     assert (await api.chat(max_tokens=3, max_completion_tokens=5)).status == 200

@@ -45,7 +45,7 @@ async def test_truncation_keeps_the_last_tokens_of_a_prompt(fields: dict[str, An
     assert answer["usage"]["prompt_tokens"] == len(shown)
 
 
-async def test_minus_one_keeps_as_many_tokens_as_fit_beside_the_response() -> None:
+async def test_truncation_minus_one_keeps_the_tokens_that_leave_room_for_the_response() -> None:
     body = {"prompt": "x" * 5000, "max_tokens": 28}
     status, answer = await asked(PATH, {**body, "truncate_prompt_tokens": -1}, max_model_len=128)
     assert status == 200

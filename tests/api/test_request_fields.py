@@ -129,19 +129,25 @@ def undecided(kind: type[msgspec.Struct], names: Iterable[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "names"), [source[1:] for source in SOURCES], ids=[source[0] for source in SOURCES])
-def test_each_field_of_other_servers_has_a_decision(kind: type[msgspec.Struct], names: list[str]) -> None:
+def test_each_request_field_of_other_servers_is_supported_or_refused_explicitly(
+    kind: type[msgspec.Struct], names: list[str]
+) -> None:
     assert undecided(kind, names) == []
 
 
 @pytest.mark.parametrize(("kind", "module", "name"), LIBRARIES)
-def test_each_field_of_a_client_library_has_a_decision(kind: type[msgspec.Struct], module: str, name: str) -> None:
+def test_each_request_field_of_a_client_library_is_supported_or_refused_explicitly(
+    kind: type[msgspec.Struct], module: str, name: str
+) -> None:
     fields = typed_fields(module, name)
     assert len(fields) >= 4
     assert undecided(kind, fields) == []
 
 
 @pytest.mark.parametrize(("kind", "name"), OLLAMA)
-def test_each_field_of_ollamas_library_has_a_decision(kind: type[msgspec.Struct], name: str) -> None:
+def test_each_request_field_of_ollamas_library_is_supported_or_refused_explicitly(
+    kind: type[msgspec.Struct], name: str
+) -> None:
     assert undecided(kind, model_fields(name)) == []
 
 

@@ -94,7 +94,7 @@ async def test_soak_without_leaving_clients_aborts_nothing(autojump_clock):
 
 
 @pytest.mark.slow
-async def test_request_that_stays_in_the_engine_breaks_its_claims(autojump_clock):
+async def test_soak_fails_its_request_claims_if_a_request_stays_in_the_engine(autojump_clock):
     async with open_memory_server(**ENGINE) as server, trio.open_nursery() as nursery:
 
         async def forgotten() -> None:
@@ -114,7 +114,7 @@ async def test_request_that_stays_in_the_engine_breaks_its_claims(autojump_clock
 
 
 @pytest.mark.slow
-async def test_task_that_stays_breaks_only_its_claim(autojump_clock):
+async def test_soak_fails_only_its_task_claim_if_a_task_stays(autojump_clock):
     async with open_memory_server(**ENGINE) as server, trio.open_nursery() as nursery:
 
         async def multiply() -> None:
@@ -263,7 +263,7 @@ async def test_soak_progress_without_a_terminal_is_a_line_every_half_minute(auto
 
 
 @pytest.mark.parametrize("way", list(Way))
-async def test_each_way_of_leaving_is_seen_by_the_server(way, autojump_clock, monkeypatch):
+async def test_server_notices_each_way_in_which_a_client_disconnects(way, autojump_clock, monkeypatch):
     from trioserve.bench import soak_plan as soak_plan
 
     monkeypatch.setattr(soak_plan, "HTTP2_SHARE", float(way in (Way.RESET, Way.HANG_UP)))

@@ -153,7 +153,7 @@ def test_responses_of_leaving_clients_count_with_their_tokens():
 @pytest.mark.parametrize(
     ("name", "flops", "seconds"), [("o1", 1e6, 0.1), ("o32", 1e9, 0.1), ("o32", 1e6, 0.32 + 0.003_52)]
 )
-def test_short_prompt_takes_the_time_to_read_the_weights(name, flops, seconds):
+def test_prefill_bound_of_a_short_prompt_is_the_time_to_read_the_weights(name, flops, seconds):
     row = row_named(name)
     assert row_bound(row, COST, 1e6, flops) == pytest.approx(row.load["concurrency"] / seconds)
 

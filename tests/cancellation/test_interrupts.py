@@ -170,11 +170,11 @@ async def use_fake_engine() -> None:
     assert_all_free(engine)
 
 
-def test_interrupted_fake_engine_leaves_nothing(own_signals: None) -> None:
+def test_interrupted_fake_engine_leaks_nothing(own_signals: None) -> None:
     assert sweep(use_fake_engine, INTERRUPTS) == []
 
 
-def test_interrupted_real_engine_leaves_nothing(own_signals: None, tmp_path: Path) -> None:
+def test_interrupted_real_engine_leaks_nothing(own_signals: None, tmp_path: Path) -> None:
     checkpoint = tmp_path / "tiny"
     run_random_checkpoint("tiny", checkpoint, seed=0)
 

@@ -1028,7 +1028,7 @@ def test_any_bytes_are_a_frame_or_raise_bad_frame():
                 frames.body_of(kind, source.randbytes(source.randrange(60)))
 
 
-async def test_wire_moves_nothing_without_permission(autojump_clock):
+async def test_wire_sends_and_receives_no_bytes_without_permission(autojump_clock):
     ours, theirs = memory_stream_pair()
     a, b = Between(ours), Between(theirs)
     sender, receiver = StreamWire(a, 5.0, a.close), StreamWire(b, 5.0, b.close)

@@ -49,7 +49,7 @@ def draft_token(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> st
         ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # The place with more equal tokens is used.
     ],
 )
-def test_the_draft_copies_what_followed_the_last_tokens_before(text, drafted):
+def test_draft_copies_the_tokens_that_followed_an_earlier_match(text, drafted):
     assert draft_token(text) == drafted
 
 

@@ -35,7 +35,7 @@ def add(driver, name="a", automaton=(), prompt=(9, 8, 7, 6, 5), output=30, **mor
     driver.add(name, prompt, output, guide=AutomatonGuide(automaton), **more)
 
 
-def test_output_follows_the_guide_and_ends_with_it(drive):
+def test_output_matches_its_grammar_and_ends_when_the_grammar_ends(drive):
     driver = drive(model=model())
     add(driver, automaton=chain((1, 2), (3, 4), (5, 6)))
     driver.run()

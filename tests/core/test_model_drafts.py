@@ -118,7 +118,7 @@ def test_no_draft_tokens_are_proposed_if_draft_passes_cost_more_than_they_gain()
     assert not any(given[10:])
 
 
-def test_a_new_request_starts_with_the_acceptance_of_others():
+def test_new_request_starts_with_the_draft_acceptance_rate_of_other_requests():
     drafted = Drafted()
     drafted.add("a", 4, output_tokens=60)
     for _ in range(12):

@@ -200,7 +200,7 @@ class NeverMeasuresAgain(PromptPace):
 
 
 @pytest.mark.parametrize("pace", [PromptPace, ForgetsTheFloor])
-def test_without_the_floor_chunks_stay_small(pace, monkeypatch):
+def test_prompt_chunks_stay_small_only_if_the_floor_of_the_step_time_is_ignored(pace, monkeypatch):
     monkeypatch.setattr("trioserve.core.scheduler.PromptPace", pace)
     timed = Timed(gpu(floor=0.004), 16, stretch=1.5)
     timed.add("wide", range(10_000, 18_192))
@@ -360,7 +360,7 @@ def test_prompts_are_not_limited_by_an_infinite_stretch():
     timed.leave()
 
 
-def test_prompts_are_not_limited_if_the_clock_stands():
+def test_prompt_tokens_per_step_are_not_limited_if_the_clock_does_not_advance():
     timed = Timed(Costs(step=0.0, decode=0.0, token=0.0), 16)
     timed.add("short", range(10_000, 10_400))
     assert timed.step()[1] == 400

@@ -71,7 +71,7 @@ def test_requests_are_sorted_by_priority_then_arrival():
     assert sorted([late, early, urgent], key=lambda live: live.order) == [urgent, early, late]
 
 
-def test_phase_of_a_request_never_goes_back():
+def test_request_phase_never_returns_to_an_earlier_phase():
     live = live_request()
     assert live.phase is Phase.QUEUED
     live.cached_token_count = 0  # The request has run.

@@ -71,7 +71,7 @@ def prompt(start: int, blocks: int) -> list[int]:
     return list(range(start, start + blocks * BLOCK_SIZE))
 
 
-def test_blocks_of_a_waiting_session_are_evicted_after_blocks_of_nobody():
+def test_blocks_without_a_session_are_evicted_before_blocks_of_an_idle_session():
     served = Served(8)
     served.turn(prompt(0, 3), "agent")
     served.now = 1.0
@@ -102,7 +102,7 @@ def test_blocks_of_an_ended_session_are_evicted_first():
     assert served.core.stats().evictions_total[EvictionClass.ENDED] == 1
 
 
-def test_prefix_that_others_use_stays_after_the_session_ends():
+def test_prefix_used_by_another_request_stays_cached_after_its_session_ends():
     served = Served(8)
     served.turn(prompt(500, 3))
     served.turn(prompt(0, 3), "agent")
@@ -144,7 +144,7 @@ def test_hint_starts_the_preference_again_from_the_expected_turn(seconds):
     assert served.core.stats().blocks_retained == 0
 
 
-def test_recently_used_block_of_nobody_outlives_a_session_that_is_idle_for_longer_than_its_bonus():
+def test_recently_used_block_without_a_session_is_evicted_after_blocks_of_a_session_idle_longer_than_its_bonus():
     served = Served(8)
     served.core.open_session("agent", Retention(weight=0.1, idle_seconds=1000.0), served.now)
     served.turn(prompt(0, 3), "agent")

@@ -174,7 +174,7 @@ async def test_adapter_unload_deadline_applies_after_its_caller_has_left(autojum
         assert in_memory(engine) == {2}
 
 
-async def test_running_request_keeps_its_replaced_adapter():
+async def test_running_request_keeps_its_adapter_weights_when_the_adapter_is_replaced():
     async with opened(paused=True) as engine:
         before, _ = await _unpaused(engine, "a")
         async with engine.generate(PROMPT, TEN, adapter="a") as stream:

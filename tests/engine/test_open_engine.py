@@ -312,7 +312,7 @@ async def test_steps_overlap_by_default_where_they_are_launched(launches, option
         assert asked == [overlaps]
 
 
-async def test_limits_of_a_step_come_from_the_device_and_are_logged_once(runner_class, monkeypatch, caplog):
+async def test_step_limits_depend_on_the_device_and_are_logged_once(runner_class, monkeypatch, caplog):
     load = runner_class.load.__func__
 
     def load_on_gpu(cls, checkpoint, settings, **rest):

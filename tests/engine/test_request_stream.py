@@ -248,7 +248,7 @@ async def test_request_that_leaves_after_some_choices_ended_ends_its_other_choic
         check_all_free(fake)
 
 
-async def test_choices_of_one_seed_differ_and_the_seed_repeats_them(autojump_clock):
+async def test_choices_of_one_seed_differ_and_an_equal_seed_gives_equal_choices(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         responses = []
         for seed in (-1, -1, 2):

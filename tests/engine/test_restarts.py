@@ -361,7 +361,7 @@ async def test_repeated_faults_without_progress_end_the_engine_with_the_reason(a
     assert all(isinstance(reader.error, EngineFault) for reader in readers), "none of them is blamed for the machine"
 
 
-async def test_engine_on_a_lost_gpu_ends_at_once_and_tells_every_reader(autojump_clock):
+async def test_engine_on_a_lost_gpu_ends_at_once_and_every_reader_gets_an_error(autojump_clock):
     class Lost(FakeModel):
         def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
             raise GpuLost("an illegal address")

@@ -46,7 +46,7 @@ async def check_left_once(scope: Any) -> None:
 
 
 @pytest.mark.parametrize("name", OPENINGS)
-async def test_scope_of_an_opened_engine_is_left_only_once(autojump_clock, name):
+async def test_scope_of_an_opened_engine_refuses_a_second_exit(autojump_clock, name):
     scope = OPENINGS[name]()
     with pytest.raises(AlreadyEnded, match="was not entered"):
         await scope.__aexit__(None, None, None)
@@ -65,7 +65,7 @@ def test_real_engines_use_the_same_scope_class():
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_request_is_left_only_once_and_others_with_its_id_continue(autojump_clock, name):
+async def test_second_exit_of_a_request_is_refused_and_others_with_its_id_continue(autojump_clock, name):
     open_engine, ask = REQUESTS[name]
     async with open_engine(paused=True) as engine:
         never_entered, scope, other = ask(engine), ask(engine), ask(engine)
@@ -80,7 +80,7 @@ async def test_request_is_left_only_once_and_others_with_its_id_continue(autojum
         assert_all_free(engine)
 
 
-def test_asyncio_request_and_engine_are_left_only_once():
+def test_second_exit_of_an_asyncio_request_or_engine_is_refused():
     async def main() -> None:
         opening = in_a_thread(open_fake_engine)
         engine = await opening.__aenter__()

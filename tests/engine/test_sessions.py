@@ -305,7 +305,7 @@ async def test_sessions_have_a_bound() -> None:
             pass
 
 
-async def test_callers_without_an_identity_share_all_places() -> None:
+async def test_callers_without_an_identity_may_use_all_session_slots_and_other_callers_half() -> None:
     async with open_fake_engine(sessions_max=4) as engine:
         lives = [engine.sessions.open() for _ in range(4)]
         with pytest.raises(Overloaded, match="4 of them by this caller"):
@@ -363,7 +363,7 @@ async def test_sessions_are_opened_in_the_core_of_a_reopened_engine() -> None:
 
 
 @pytest.mark.slow
-async def test_sessions_that_leave_at_random_moments_leave_nothing(autojump_clock: trio.testing.MockClock) -> None:
+async def test_sessions_closed_at_random_moments_leak_nothing(autojump_clock: trio.testing.MockClock) -> None:
     random = Random(27)
     async with open_fake_engine(
         response="An answer.",
@@ -462,7 +462,7 @@ async def test_new_session_displaces_the_one_that_was_idle_for_longest() -> None
         assert [live.is_ended for live in lives if live is not None] == [False, True, True, False]
 
 
-async def test_request_is_served_without_its_session_if_all_places_are_busy() -> None:
+async def test_request_is_served_without_its_session_if_all_session_slots_are_busy() -> None:
     async with open_fake_engine(sessions_max=2) as engine:
         async with engine.session(tenant="a"), engine.session(tenant="b"):
             assert await named_turn(engine, SessionName(name="c")) is None

@@ -349,7 +349,7 @@ async def test_dead_end_of_grammar_and_bad_words_ends_only_its_request(settings)
     assert count == 60
 
 
-async def test_bad_words_are_not_written():
+async def test_output_contains_no_bad_words():
     async with open_fake_engine(next_token=lambda tokens: 97 + len(tokens) % 3) as engine:
         free, _ = await said(engine)
         text, _ = await said(engine, bad_words=("ab", "c"))

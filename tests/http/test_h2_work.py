@@ -79,7 +79,7 @@ def test_frames_of_one_read_are_split_into_pieces_of_a_few_milliseconds():
     assert max(map(len, pieces)) <= at_most * len(empty)
 
 
-def test_each_large_head_is_a_piece_of_its_own():
+def test_each_large_head_is_parsed_in_a_piece_of_its_own():
     encoder = hpack.Encoder()
     block = encoder.encode([*HEAD, *((f"x-{n}".encode(), b"a" * 700) for n in range(18))], huffman=False)
     assert 10_000 < len(block) < 16_384

@@ -317,7 +317,7 @@ def descendants(task: trio.lowlevel.Task) -> list[trio.lowlevel.Task]:
     return [*children, *(found for child in children for found in descendants(child))]
 
 
-async def test_idle_websockets_take_no_places_of_requests(autojump_clock, front, http):
+async def test_idle_websockets_use_no_request_slots(autojump_clock, front, http):
     slots = []
 
     async def handler(exchange):

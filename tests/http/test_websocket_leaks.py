@@ -96,7 +96,9 @@ async def visit(front, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed, client_count", [(1, 100), (2, 100), pytest.param(3, 1000, marks=pytest.mark.slow)])
-async def test_clients_that_leave_in_any_phase_leave_nothing_behind(autojump_clock, front, caplog, seed, client_count):
+async def test_websocket_clients_that_disconnect_in_any_phase_leak_nothing(
+    autojump_clock, front, caplog, seed, client_count
+):
     handler = Handler()
     the_front = front(handler, ping_seconds=5.0)
     rng = random.Random(seed)

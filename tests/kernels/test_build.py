@@ -61,7 +61,7 @@ def test_kernel_library_is_compiled_once(compiler: Path) -> None:
     assert "avx2" in said[0]
 
 
-def test_other_flags_or_another_compiler_compile_another_library(compiler: Path) -> None:
+def test_changed_flags_or_compiler_trigger_a_new_compilation(compiler: Path) -> None:
     libraries = {build_library("avx2"), build_library("avx512"), build_library("avx2", more_flags=("-g",))}
     compiler.write_text(compiler.read_text().replace("test 1", "test 2"))
     libraries.add(build_library("avx2"))
@@ -143,7 +143,9 @@ def test_wait_for_the_compiler_of_another_process_can_be_ended(compiler: Path, m
             build_library("avx2", on_compile=give_up)
 
 
-def test_compiler_that_does_not_tell_its_version_can_be_ended(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_that_hangs_at_its_version_query_can_be_cancelled(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(build, "VERSION_SECONDS", 0.0)
     compiler.write_text(compiler.read_text().replace("echo test 1", "sleep 600"))

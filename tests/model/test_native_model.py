@@ -258,7 +258,7 @@ def test_abandoned_step_computes_no_further_layer(
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("counts", ((3, 20), (20, 3)))
-def test_padding_of_rows_has_nothing_of_an_earlier_step(
+def test_row_padding_contains_no_values_of_an_earlier_step(
     counts: tuple[int, int], dtype: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """Steps with few rows and with many rows use the same memory in different ways. All numbers of the first step are

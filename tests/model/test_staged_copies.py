@@ -190,7 +190,7 @@ def test_bytes_that_are_read_at_the_same_time_are_bounded(monkeypatch: pytest.Mo
     assert most == 25_000
 
 
-def test_nothing_more_is_read_after_the_load_is_cancelled(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_cancelled_load_reads_no_more_weights(tiny_checkpoint: Callable[..., Path]) -> None:
     class Cancelled(Exception):
         pass
 

@@ -56,7 +56,7 @@ def test_cache_has_no_blocks_for_sharing_layers() -> None:
     assert shared * 10 == whole * 6
 
 
-def test_cutoff_keeps_the_expected_share_of_gates() -> None:
+def test_activation_cutoff_is_the_quantile_of_the_layers_sparsity() -> None:
     cutoffs = [layer.mlp.cutoff for layer in read(activation_sparsity_pattern=[0.95] * 3 + [0.5] + [0.0] * 6).layers]
     assert cutoffs == [pytest.approx(1.6448536)] * 3 + [pytest.approx(0.0)] + [None] * 6
     deep = read(num_hidden_layers=15)

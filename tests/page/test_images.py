@@ -189,7 +189,9 @@ def test_image_page_asks_for_an_api_key_and_then_connects(
     browser.wait_text("#model", "fake")
 
 
-def test_every_control_of_the_image_page_has_a_name(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+def test_every_control_of_the_image_page_has_an_accessible_name(
+    browser: Browser, serve: Callable[..., RealImageServer]
+) -> None:
     server = serve(**SLOW)
     open_page(browser, server)
     fill(browser, prompt="a cat", steps=LONG)

@@ -246,7 +246,9 @@ async def test_drain_refuses_requests_whose_prompts_are_being_named(open_routed,
         await assert_all_free(setup)
 
 
-async def test_prompt_that_takes_too_long_to_name_is_routed_without_names(open_routed, autojump_clock, monkeypatch):
+async def test_prompt_is_routed_without_block_names_if_naming_its_blocks_takes_too_long(
+    open_routed, autojump_clock, monkeypatch
+):
     async def never(self, *arguments, **options):
         await trio.sleep_forever()
 

@@ -78,7 +78,7 @@ def test_tiny_pieces_are_read_in_linear_time(name: str, piece: bytes) -> None:
 
 
 @pytest.mark.parametrize("unit", [b"--b\r\n", b"--b", b"\r\n", b"a", b'; name="', b"\r\n--b\r\nContent-Disposition: "])
-def test_forms_are_read_in_linear_time(unit: bytes) -> None:
+def test_multipart_forms_are_parsed_in_linear_time(unit: bytes) -> None:
     def work(size: int) -> list[FormPart]:
         begin = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n'
         try:

@@ -458,7 +458,7 @@ async def test_rank_that_is_stopped_while_idle_is_named(autojump_clock: object) 
         nursery.cancel_scope.cancel()
 
 
-async def test_time_limit_of_0_lets_ranks_answer_at_any_time(autojump_clock: object) -> None:
+async def test_step_timeout_of_0_lets_ranks_answer_at_any_time(autojump_clock: object) -> None:
     async with loaded(1, answer_seconds_max=0.0) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks
 

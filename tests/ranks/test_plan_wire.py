@@ -102,7 +102,7 @@ def test_token_that_is_still_being_sampled_is_not_sent_to_ranks() -> None:
 
 
 @pytest.mark.parametrize("name", CHOOSING_FIELDS)
-def test_each_parameter_that_a_sampler_reads_is_sent_to_ranks(name: str) -> None:
+def test_each_sampling_parameter_that_a_sampler_reads_is_sent_to_ranks(name: str) -> None:
     default = getattr(SamplingParams(), name)
     value = {3: -1.5} if name == "logit_bias" else 0.5 if isinstance(default, float) else 1
     sampling = SamplingParams(**{name: value})

@@ -55,7 +55,7 @@ def test_idle_model_that_loads_faster_is_unloaded_first():
     assert states(models.decide(41)) == [("new", "loading")]
 
 
-def test_busy_model_gives_way_after_its_turn_and_after_its_last_request():
+def test_busy_model_is_unloaded_for_a_waiting_model_after_its_turn_and_its_last_request():
     models = models_of(spec("a"), spec("b"), memory=1)
     lease = load(models, "a", 0)
     models.wait("b", 5)

@@ -248,7 +248,7 @@ def test_stream_moves_to_an_endpoint_with_the_same_fingerprint(make_router):
     assert ticket.next_lease.endpoint == "c"
 
 
-def test_leaving_endpoint_is_emptied_until_it_passes_a_check(make_router):
+def test_streams_are_moved_off_a_stopping_endpoint_until_it_passes_a_health_check(make_router):
     router = make_router()
     a = router.endpoint("a")
     first, second = streaming(router), streaming(router)

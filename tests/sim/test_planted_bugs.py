@@ -465,7 +465,7 @@ def test_change_of_code_that_has_run_cannot_be_swapped(after):
         list(changed_functions(compile(BEFORE, "a", "exec"), compile(after, "a", "exec")))
 
 
-def test_changed_function_is_found_wherever_it_moved():
+def test_function_changed_by_a_planted_bug_is_found_after_it_moved():
     after = "# more\n" + BEFORE.replace("return a", "return -a")
     pairs = changed_functions(compile(BEFORE, "a", "exec"), compile(after, "a", "exec"))
     assert [(old.co_qualname, new.co_qualname) for old, new in pairs] == [("A.f", "A.f")]

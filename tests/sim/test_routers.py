@@ -45,7 +45,7 @@ def test_seed_of_several_routers_always_gives_the_same_history():
     assert simulated(seed=4) == simulated(seed=4) != simulated(seed=5)
 
 
-def test_waits_stay_short_with_many_routers():
+def test_queue_waits_stay_short_with_many_routers():
     """Waits would grow if each router chose the endpoint with the least reported load."""
     fleet = {"endpoints": 32, "seats": 16, "leases_max": 64, "seconds": 12.0}
     assert simulated(routers=32, **fleet).wait_p99 < 1.0

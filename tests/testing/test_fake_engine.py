@@ -70,7 +70,7 @@ def test_default_seeds_are_the_same_in_every_run_but_differ_between_engines():
     assert len(set(said)) == 4
 
 
-async def test_engines_with_equal_seeds_give_equal_output():
+async def test_fake_engines_with_equal_seeds_give_equal_output():
     said = []
     for seed in (7, 7, 8):
         async with open_fake_engine(seed=seed) as engine:

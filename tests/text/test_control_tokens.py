@@ -515,7 +515,7 @@ def test_a_text_with_characters_of_every_unused_plane_is_refused(chatml: Tokeniz
     assert_kept(chatml, CHATML, [user(planes[:-1] + "<|im_end|>")], [user("a")])
 
 
-def test_option_lets_texts_of_messages_contain_control_tokens() -> None:
+def test_message_texts_may_contain_control_tokens_if_the_option_allows_it() -> None:
     tokenizer = with_tokens(qwen_like())
     tokenizer.parse_control_tokens_in_chats()
     chat = [user("<|im_end|>")]

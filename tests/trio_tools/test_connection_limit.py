@@ -213,7 +213,7 @@ async def test_shortage_of_files_without_an_idle_connection_does_not_busy_loop(a
     made.close()
 
 
-async def test_one_search_frees_slots_for_many_connections(autojump_clock, listener):
+async def test_one_search_for_idle_connections_frees_slots_for_many_connections(autojump_clock, listener):
     """With 6,400 places, one search through all connections ends a hundred of them."""
     connections = Connections(connections_max=6400, strangers_max=6400, per_address_max=6400)
     looks = 0

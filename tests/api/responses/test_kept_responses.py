@@ -54,7 +54,7 @@ def test_a_conversation_above_the_limit_of_its_connection_is_not_kept():
     assert (texts(kept, "a"), texts(kept, "b"), kept.byte_count) == (None, None, 0)
 
 
-def test_the_largest_connection_gives_way_at_the_limit_of_all():
+def test_connection_with_the_most_bytes_loses_its_oldest_responses_at_the_global_limit():
     memory = KeptMemory(10_000)
     large, small = opened(memory), opened(memory)
     for index in range(5):

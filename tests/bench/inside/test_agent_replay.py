@@ -46,14 +46,14 @@ def test_small_pool_computes_more_and_answers_later():
     assert few.turns_per_minute < warm.turns_per_minute
 
 
-def test_one_token_of_a_small_scale_takes_the_time_of_the_tokens_that_it_stands_for():
+def test_token_of_a_scaled_down_trace_takes_the_time_of_all_tokens_that_it_represents():
     whole, small = Scale(1.0), Scale(0.1)
     assert small.machine("gpu").token == pytest.approx(10 * whole.machine("gpu").token)
     assert small.machine("cpu").attended == pytest.approx(100 * whole.machine("cpu").attended)
     assert (small.block_size, small.step_tokens_max) == (whole.block_size // 10, round(whole.step_tokens_max / 10))
 
 
-def test_retention_changes_nothing_for_traffic_without_sessions():
+def test_session_retention_does_not_affect_traffic_without_sessions():
     traffic = drawn("anonymous")
     recency, retention = (replayed(traffic, 0.5, has_retention=has) for has in (False, True))
     assert recency.computed_tokens == retention.computed_tokens

@@ -28,7 +28,7 @@ def parsed(module: ModuleType, *words: str) -> argparse.Namespace:
 
 
 @pytest.mark.slow
-def test_every_part_of_a_delivery_has_a_cost(capsys, monkeypatch):
+def test_delivery_benchmark_reports_a_cost_for_each_part(capsys, monkeypatch):
     monkeypatch.setattr(delivery_cost, "SHAPES", ((0, 2), (5, 3)))
     assert delivery_cost.run(parsed(delivery_cost, "--rounds", "1")) == 0
     delivery = json.loads(capsys.readouterr().out.splitlines()[-1])

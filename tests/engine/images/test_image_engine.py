@@ -47,7 +47,7 @@ async def test_each_denoising_step_gives_a_delta(autojump_clock):
     ("steps", "partial_images", "expect"),
     [(20, 3, [5, 10, 15]), (10, 3, [3, 6, 9]), (4, 3, [1, 2, 3]), (3, 8, [1, 2]), (1, 2, []), (10, 0, [])],
 )
-async def test_partial_results_come_at_equal_distances(steps, partial_images, expect, autojump_clock):
+async def test_partial_images_are_delivered_at_equal_step_intervals(steps, partial_images, expect, autojump_clock):
     async with open_fake_image_engine(step_seconds=0.1) as fake:
         async with fake.generate_image("a cat", ImageParams(steps=steps, partial_images=partial_images)) as stream:
             partials = {

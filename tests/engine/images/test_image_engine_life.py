@@ -185,7 +185,7 @@ async def test_begun_images_are_computed_again_after_a_reopening(autojump_clock)
 
 
 @pytest.mark.parametrize("steps_before", [0, 2, 5])
-async def test_image_that_breaks_every_step_is_ended_and_others_continue(steps_before, autojump_clock):
+async def test_image_request_that_fails_every_step_is_ended_and_others_continue(steps_before, autojump_clock):
     """A step of any phase may fail, so the test breaks steps of each phase."""
 
     class Breaking(FakeImageExecutor):

@@ -80,7 +80,7 @@ def test_image_request_gives_the_same_bytes_alone_and_beside_others(driver, tiny
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_functions_of_the_networks_are_known(driver, tiny, runner, family):
+def test_image_networks_never_need_the_row_by_row_fallback(driver, tiny, runner, family):
     """Check the fallback flag. With an unknown function, each row would be computed alone, which is slower."""
     made = runner(family)
     driver.latents(made, different_requests(driver, tiny, family, made))

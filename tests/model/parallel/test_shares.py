@@ -179,7 +179,7 @@ def test_each_rank_has_the_whole_of_layers_that_cannot_be_divided(
         assert " ".join(shown) == expect
 
 
-def test_ranks_agree_on_what_is_summed(tiny_checkpoint: Checkpoints) -> None:
+def test_all_ranks_sum_the_outputs_of_the_same_layers(tiny_checkpoint: Checkpoints) -> None:
     for kind in ("falcon-h1-unnormed", "bamba", "qwen3-next", "gemma3n-biased", "granite-hybrid-moe"):
         for size in (2, 3, 4):
             found = [share.part for share in shares(config_of(tiny_checkpoint, kind), size)]
