@@ -1,4 +1,4 @@
-"""Checks that an engine has released everything that its requests used, and describes what they wait for."""
+"""Checks that an engine has released everything that its requests used, and describes waiting requests."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ class ScriptedConnector(FakeConnector):
             self.report(partial(self.load_failed, request_id))
 
     def break_down(self, error: Exception) -> None:
-        """Make the connector's task raise, which is a fault of the engine.
+        """Make the connector's task raise an exception. The engine treats the exception as its own fault.
 
         Args:
             error: the exception.

@@ -3,13 +3,15 @@
 ModelsBook records what the orders and reports say of each model, and reads no state of the simulated code. Its rules:
 
 - Models that are not unloaded never need more memory than there is.
-- A load begins only if somebody waits, not before a failed load may be repeated, and in the order of waiting.
-- A model is unloaded only without leases, and only because nobody waits for its load, because it was idle for its time,
-  because another model needs its memory, or because an operator requested it.
-- A busy model gives way only after its turn, and only for a model that has waited for as long.
+- A load begins only if a request or an operator waits, not before a failed load may be repeated, and in the order of
+  waiting.
+- A model is unloaded only without leases, and only because neither a request nor an operator waits for its load,
+  because it was idle for its time, because another model needs its memory, or because an operator requested it.
+- A busy model drains only after its turn, and only for a model that has waited for as long.
 - What must happen, happens in the same call of `decide`: a load that fits begins, memory that may be freed for the
   first model that waits is freed, idle models are unloaded in time. `next_at` names the time of the next such change.
-- A model that drains for nobody gives leases again. A loaded model gives a lease to each request.
+- A draining model whose memory no other model needs any more gives leases again. A loaded model gives a lease to each
+  request.
 - At the end, every request was served or refused, and only models that never become idle are loaded.
 """
 

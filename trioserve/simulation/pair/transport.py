@@ -270,7 +270,7 @@ class Aborted(msgspec.Struct, frozen=True):
 
     Attributes:
         message: the reason.
-        is_another: whether another engine than the requested one listens at this address.
+        is_another: True if the engine at this address is not the requested engine.
     """
 
     message: str

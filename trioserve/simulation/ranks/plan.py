@@ -1,7 +1,7 @@
 """Plans for a simulation of an engine with ranks: requests of clients, calls of operators, and harm to ranks.
 
-A plan is drawn from a seed before the run. Harm has no fixed time. It happens at a moment of a rank's work, so that it
-hits every kind of work.
+A plan is drawn from a seed before the run. An injected fault (Harm) has no fixed time. It happens at a moment of a
+rank's work, so that it hits every kind of work.
 """
 
 from __future__ import annotations
@@ -185,10 +185,10 @@ class Harm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="h
     - refuse: the rank cannot load the model.
 
     Attributes:
-        moment: point of the rank's work at which the harm happens.
-        opening: index of the opening of the engine during which the harm happens.
-        count: the harm happens when the rank reaches the moment for this many times.
-        after: seconds between the moment and the harm.
+        moment: point of the rank's work at which the fault happens.
+        opening: index of the opening of the engine during which the fault happens.
+        count: the fault happens when the rank has reached the moment this many times.
+        after: seconds between the moment and the fault.
     """
 
     kind: HarmKind
@@ -360,7 +360,7 @@ class _Draws:
         """Draw one harm.
 
         Args:
-            opening: index of the opening of the engine during which the harm happens.
+            opening: index of the opening of the engine during which the fault happens.
             slow_share: fraction of the step timeout that a slow rank takes. Several slow ranks together must stay below
                 the timeout.
         """

@@ -1,4 +1,4 @@
-"""The simulated ranks of one opening of the engine, the harm to them, and checks of how their group reacts.
+"""The simulated ranks of one opening of the engine, their injected faults, and checks of how their group reacts.
 
 The engine of an opening gets its steps, masks and adapters from here, too.
 """
@@ -42,7 +42,7 @@ class _Harmed:
     """Harm that ends the group.
 
     Attributes:
-        by: time by which the engine must have noticed the harm.
+        by: time by which the engine must have noticed the fault.
     """
 
     def __init__(self, harm: Harm, rank: PlayedRank, stage: RanksStage) -> None:
@@ -74,7 +74,7 @@ class PlayedOpening:
     Args:
         index: the index of the opening.
         stage: settings of the engine and the ranks.
-        harms: the harm that the plan does during this opening.
+        harms: faults that the plan injects during this opening.
         refused_by: ranks that refuse weights, by the path of the weights.
         nursery: nursery in which the ranks run until harm, the server or the simulation ends them.
         tell: receives trace lines of the simulation.
@@ -232,7 +232,7 @@ class PlayedOpening:
     def check(self) -> None:
         self._check()
 
-    # --- Harm ---
+    # --- Injected faults ---
 
     async def _harm_later(self, harm: Harm, rank: PlayedRank) -> None:
         await trio.sleep(harm.after)

@@ -1,6 +1,6 @@
 """A simulated rank. Like a real rank, it executes one order at a time, and receives further orders meanwhile.
 
-The rank's group decides which harm happens to the rank, and when.
+The rank's group decides which fault the simulation injects into the rank, and when.
 
 The rank's connection is in memory, and its process is an object. Its model computes from the message that the rank
 receives, and uses all fields that a real model uses. So missing or wrong fields give different tokens.
@@ -269,7 +269,7 @@ class PlayedGroup(Protocol):
     stage: RanksStage
 
     async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
-        """Do the harm that the plan has for a rank at a moment of its work.
+        """Inject the fault that the plan has for a rank at this moment of the rank's work.
 
         Args:
             rank: the rank.

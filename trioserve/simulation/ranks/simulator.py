@@ -571,12 +571,12 @@ class RanksSimulation(TracedRun):
         return opening.failure is not None or not opening.is_open
 
     def _why_kept(self, part: Swap, error: Exception, *, is_over: bool) -> str:
-        """Check that there was a reason not to replace the weights.
+        """Check that a failed replacement of the weights had a reason.
 
         Args:
             part: the swap.
             error: the exception that the swap raised.
-            is_over: whether an opening of the engine ended during the swap.
+            is_over: True if an opening of the engine ended during the swap.
 
         Returns:
             The outcome for the trace.

@@ -275,7 +275,7 @@ class RouterGenerator:
         return Remove(id=id)
 
     def _empty(self, simulation: RouterSimulation) -> RouterEvent:
-        """Draw an event that stops an endpoint with running requests, or that brings a stopped endpoint back."""
+        """Draw an event that stops an endpoint with running requests, or that restarts a stopped endpoint."""
         books = simulation.books.endpoints
         id = self._one(self._ids)
         if id not in books or (books[id].health == "draining" and self._chance() < 0.2):

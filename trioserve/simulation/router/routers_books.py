@@ -135,7 +135,7 @@ class RoutersBooks:
         assert share >= 1, f"router {router} may grant no lease at {endpoint}"
         others = len(self._began_at) - 1
         is_new = now < self._began_at[router] + LITTLE_SECONDS
-        # A new router that has found all other routers gone may grant all leases at once.
+        # A new router that finds no other running router may grant all leases at once.
         is_little = share == 1 or share == self.world.leases_max
         assert not (is_new and others) or is_little, (
             f"router {router} has just begun, but its share of {endpoint} is {share}"

@@ -186,7 +186,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
             self.books.note_first_choice(router.number, request.endpoint)
 
     def _ask(self, request: _Request, router: _Router) -> None:
-        """Send a request to a router, or to another router if this one is gone. If all are gone, try again later."""
+        """Send a request to a router, or to another router if that router has stopped. If none runs, retry later."""
         if request.number not in self._requests:
             return  # The client of the request has disconnected.
         alive = [other for other in self._routers if other.is_alive]

@@ -123,7 +123,7 @@ class Pauses(trio.abc.Instrument):
     # --- Operators ---
 
     async def operate(self, fake: HaltedEngine, halts: Iterable[Halt]) -> None:
-        """Make all planned calls of operators, then wake the engine up and resume it.
+        """Execute all planned calls of operators. Then wake the engine up and resume it.
 
         Args:
             fake: the engine.
