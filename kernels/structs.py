@@ -109,19 +109,19 @@ bytes with 4 bits per value as in Q4_0, or 40 bytes with 8 bits as in Q8_0."""
 
 
 class WeightPartStruct(ctypes.Structure):
-    """WeightPart of cpu/step.h. `format` is a WeightFormat."""
+    """Python twin of the C++ struct WeightPart in cpu/step.h. `format` is a WeightFormat."""
 
     _fields_ = (("data", _pointer), *((name, _int) for name in ("first_block", "block_count", "format", "inputs")))
 
 
 class MatrixStruct(ctypes.Structure):
-    """Matrix of cpu/step.h."""
+    """Python twin of the C++ struct Matrix in cpu/step.h."""
 
     _fields_ = (("parts", WeightPartStruct * 4),)
 
 
 class ExpertsStruct(ctypes.Structure):
-    """Experts of cpu/step.h."""
+    """Python twin of the C++ struct Experts in cpu/step.h."""
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("router", "shared_gate_up", "shared_down")),
@@ -136,7 +136,7 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class RecurrentStruct(ctypes.Structure):
-    """Recurrent of cpu/step.h."""
+    """Python twin of the C++ struct Recurrent in cpu/step.h."""
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("input", "output")),
@@ -149,7 +149,7 @@ class RecurrentStruct(ctypes.Structure):
 
 
 class LatentStruct(ctypes.Structure):
-    """Latent of cpu/step.h."""
+    """Python twin of the C++ struct Latent in cpu/step.h."""
 
     _fields_ = (
         ("query_up", MatrixStruct),
@@ -160,13 +160,13 @@ class LatentStruct(ctypes.Structure):
 
 
 class LaurelStruct(ctypes.Structure):
-    """Laurel of cpu/step.h."""
+    """Python twin of the C++ struct Laurel in cpu/step.h."""
 
     _fields_ = (*((name, MatrixStruct) for name in ("inwards", "outwards")), ("norm", _pointer), ("rank", _int))
 
 
 class StreamsStruct(ctypes.Structure):
-    """Streams of cpu/step.h."""
+    """Python twin of the C++ struct Streams in cpu/step.h."""
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("input_table", "input_projection")),
@@ -177,7 +177,7 @@ class StreamsStruct(ctypes.Structure):
 
 
 class LayerStreamsStruct(ctypes.Structure):
-    """LayerStreams of cpu/step.h."""
+    """Python twin of the C++ struct LayerStreams in cpu/step.h."""
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("input_gate", "input_projection")),
@@ -186,7 +186,7 @@ class LayerStreamsStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """Layer of cpu/step.h."""
+    """Python twin of the C++ struct Layer in cpu/step.h."""
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
@@ -209,7 +209,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class ModelStruct(ctypes.Structure):
-    """Model of cpu/step.h."""
+    """Python twin of the C++ struct Model in cpu/step.h."""
 
     _fields_ = (
         *((name, _int) for name in ("dtype", "layer_count", "hidden_size", "intermediate_size")),
@@ -227,7 +227,7 @@ class ModelStruct(ctypes.Structure):
 
 
 class SamplingStruct(ctypes.Structure):
-    """Sampling of cpu/sampling.h. All zeros choose the token with the largest logit."""
+    """Python twin of the C++ struct Sampling in cpu/sampling.h. All zeros choose the token with the largest logit."""
 
     _fields_ = (
         ("seed", ctypes.c_uint64),
@@ -242,7 +242,7 @@ class SamplingStruct(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """Step of cpu/step.h."""
+    """Python twin of the C++ struct Step in cpu/step.h."""
 
     _fields_ = (
         *((name, _int) for name in ("row_count", "chunk_count", "sampled_count", "top_count_max")),
@@ -273,7 +273,7 @@ class RowsKind(enum.IntEnum):
 
 
 class FileRowsStruct(ctypes.Structure):
-    """FileRows of cpu/loading.h."""
+    """Python twin of the C++ struct FileRows in cpu/loading.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("offset", "rows", "columns", "row_bytes")),
@@ -284,7 +284,7 @@ class FileRowsStruct(ctypes.Structure):
 
 
 class LoadingStruct(ctypes.Structure):
-    """Loading of cpu/loading.h."""
+    """Python twin of the C++ struct Loading in cpu/loading.h."""
 
     _fields_ = (
         ("rows", _pointer),
@@ -294,7 +294,7 @@ class LoadingStruct(ctypes.Structure):
 
 
 class AdapterPartStruct(ctypes.Structure):
-    """AdapterPart of cpu/adapters.h."""
+    """Python twin of the C++ struct AdapterPart in cpu/adapters.h."""
 
     _fields_ = (
         ("b", _pointer),
@@ -303,13 +303,13 @@ class AdapterPartStruct(ctypes.Structure):
 
 
 class AdapterMatrixStruct(ctypes.Structure):
-    """AdapterMatrix of cpu/adapters.h. All zeros add nothing."""
+    """Python twin of the C++ struct AdapterMatrix in cpu/adapters.h. All zeros add nothing."""
 
     _fields_ = (("a", _pointer), ("parts", AdapterPartStruct * 3), ("rank", _int))
 
 
 class AdapterLayerStruct(ctypes.Structure):
-    """AdapterLayer of cpu/adapters.h."""
+    """Python twin of the C++ struct AdapterLayer in cpu/adapters.h."""
 
     _fields_ = tuple((name, AdapterMatrixStruct) for name in ("qkv", "output", "gate_up", "down"))
 
@@ -320,7 +320,7 @@ GatherFunction = ctypes.CFUNCTYPE(None, _pointer, _pointer, ctypes.c_int64, _poi
 
 
 class CollectivesStruct(ctypes.Structure):
-    """Collectives of cpu/collectives.h."""
+    """Python twin of the C++ struct Collectives in cpu/collectives.h."""
 
     _fields_ = (
         ("context", _pointer),

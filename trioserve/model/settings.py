@@ -33,7 +33,7 @@ KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 BLOCK_SIZE_MAX = 256
 THREADS_MAX = 1_024
 GRAPH_RANK_MAX = 4_096  # With more, a step with adapters would take longer than kernel by kernel.
-# Defaults of a CPU: more sequences or tokens would lengthen a step by as much as they bring.
+# Defaults of a CPU: with more sequences or tokens, steps get longer without more tokens per second.
 MAX_NUM_SEQS_CPU, STEP_TOKENS_CPU = 64, 512
 # A decode step reads all weights once for any number of rows. Up to this number, a GPU computes further rows in less
 # time than it reads the weights.

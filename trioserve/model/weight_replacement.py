@@ -189,7 +189,7 @@ class StoredWeights:
         self.state = ReplacementState.WHOLE
 
     def _check_are_the_same(self) -> None:
-        """Raise ModelLoadError if a file was changed or removed."""
+        """Raise ModelLoadError if a weight file was changed or removed since the check."""
         found = identities_of(self._files)
         for path, identity in self._files.items():
             if path not in found or found[path] != identity:
