@@ -57,7 +57,7 @@ class History:
 
 
 class Watchers:
-    """Counts the clients that watch a live page. The counter is true while at least one client watches.
+    """Counts the clients that watch a live page. The object is true while at least one client watches.
 
     Args:
         forget: Called when the last watcher has left.

@@ -94,7 +94,7 @@ class Drafter:
             self._pause, self._pause_next = self._pause_next, min(2 * self._pause_next, PAUSE_MAX)
 
     def _enter(self, tokens: Sequence[int]) -> None:
-        """Enter the places that have a following token into the linked lists. One call enters at most ENTERED_MAX
+        """Add the positions that have a following token to the linked lists. One call adds at most ENTERED_MAX
         places.
         """
         heads, previous = self._heads, self._previous

@@ -65,7 +65,7 @@ class LiveRequest(RequestLife[EngineRequest]):
         self.computed_count = 0
         self.blocks: list[BlockIndex] = []  # The block table. Its first absent_block_count entries are NO_BLOCK.
         self.absent_block_count = 0
-        # Additional blocks that the request owns, for known tokens that a load did not bring.
+        # Additional blocks that the request owns, for known tokens that a load did not cover.
         self.reserved_blocks: list[BlockIndex] = []
         self.state: OwnState | None = None  # Set while the request runs, if the model's layers keep a state.
         # While fewer blocks than this are available, the scheduler does not try to admit the request.

@@ -1,9 +1,9 @@
 """The tokens and messages of a session's turns, and the requests that continue them.
 
-A turn brings only what is new. Its prompt is the tokens of all earlier turns, and then the new tokens. For a chat, the
-template renders all messages again, because only the template knows how a message is written. If the rendered tokens
-begin with the history, the template is append-only, and the KV of the history is reused. Otherwise the prompt is the
-rendered chat, and only the common beginning is reused.
+A turn contains only the new part of the conversation. Its prompt is the tokens of all earlier turns, and then the new
+tokens. For a chat, the template renders all messages again, because only the template knows how a message is written.
+If the rendered tokens begin with the history, the template is append-only, and the KV of the history is reused.
+Otherwise the prompt is the rendered chat, and only the common beginning is reused.
 """
 
 from __future__ import annotations

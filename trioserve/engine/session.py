@@ -51,7 +51,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 class Session:
     """One conversation: `async with engine.session() as session: reply = await session.respond(messages)`.
 
-    Each turn sends only what is new: the next messages, text or tokens. The session keeps the messages and tokens of
+    Each turn sends only its new messages, text or tokens. The session keeps the messages and tokens of
     all complete turns. A turn that was left early, aborted, or failed changes nothing, so it can be sent again. Turns
     run one after the other: entering a turn while another one runs raises InvalidRequest.
 
@@ -144,8 +144,8 @@ class Session:
         use `Engine.read_parts`, or read the last one of `messages` after the turn.
 
         Args:
-            prompt: what is new: text, token ids, or a ChatPrompt with the new messages. All turns are of one kind. A
-                ChatPrompt without tools or template inherits them from the turn before.
+            prompt: new part of the conversation: text, token ids, or a ChatPrompt with the new messages. All
+                turns are of one kind. A ChatPrompt without tools or template inherits them from the turn before.
             sampling: see `Engine.generate`. One choice only.
             request_id: see `Engine.generate`.
             add_special_tokens: see `Engine.generate`. Counts for the first text only.

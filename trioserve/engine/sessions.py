@@ -77,7 +77,7 @@ class LiveSession:
         used_at: time of the last change in `turns`.
         retention: how the prefix cache keeps the session's blocks.
         new_request: creates the requests whose prompts continue the earlier turns, with the arguments of
-            `OpenRequest`. None: every request brings its whole prompt.
+            `OpenRequest`. None: every request contains its whole prompt.
     """
 
     def __init__(self, table: SessionTable, name: SessionName, idle_seconds: float | None) -> None:

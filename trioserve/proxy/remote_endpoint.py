@@ -544,7 +544,7 @@ class _Connection:
             awaited.is_sending = awaited.is_waiting = False
 
     def _note_process(self, head: ResponseHead) -> None:
-        """Read the heartbeat support and the process name from a head."""
+        """Read from a response's head whether the server sends heartbeats, and the name of its process."""
         for name, value in head.headers:
             if name == INSTANCE_HEADER:
                 self.awaited.instance = value

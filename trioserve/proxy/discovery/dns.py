@@ -16,7 +16,7 @@ __all__ = ["DnsSource"]
 logger = logging.getLogger(__name__)
 
 LOOKUP_SECONDS_MAX = 10.0
-# DNS answers have a lifetime (TTL). A lookup before the end of the TTL brings nothing new. A lookup much later keeps
+# DNS answers have a lifetime (TTL). A lookup before the end of the TTL gives the same answer. A lookup much later keeps
 # dead endpoints listed.
 AGAIN_SECONDS_MIN = 1.0
 AGAIN_SECONDS_MAX = 30.0

@@ -131,7 +131,7 @@ def _end_of_event(events: bytes, start: int) -> int:
 
 
 def not_the_same(difference: str) -> Refusal:
-    """Make the error for a client whose stream no longer exists and cannot be computed identically.
+    """Make the error for a client whose stream is gone and cannot be recomputed with the same tokens.
 
     Args:
         difference: Half a sentence that names the difference between the streams.
