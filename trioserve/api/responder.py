@@ -7,6 +7,7 @@ from __future__ import annotations
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
+import msgspec
 import trio
 
 from trioserve.api.caller import ANYBODY, Caller
@@ -92,18 +93,18 @@ class Responder:
         return None
 
     async def respond_json(
-        self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()
+        self, value: msgspec.Struct, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()
     ) -> None:
         """Send a value as JSON.
 
         Args:
-            value: anything that msgspec can encode.
+            value: the response, in the type that its operation declares.
             status: HTTP status of the response.
             headers: further header fields.
         """
         await self.respond_bytes(encode(value), "application/json", status=status, headers=headers)
 
-    async def respond_large(self, large: LargeJson, value: object) -> None:
+    async def respond_large(self, large: LargeJson, value: msgspec.Struct) -> None:
         """Send a value as JSON, piece by piece. Each piece is freed when it has been sent.
 
         Args:

@@ -6,15 +6,22 @@ encodes. Streamed events may be assembled from bytes where that is faster. Tests
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-__all__ = ["Response", "encoded_value"]
+__all__ = ["Listing", "Response", "encoded_value"]
 
 
 class Response(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of all response types, which forbids fields without a description."""
+
+
+class Listing(Response, tag_field="object", tag="list"):
+    """A list whose items other servers may have made."""
+
+    data: Sequence[object]
 
 
 def encoded_value(json: bytes) -> Any:

@@ -8,14 +8,15 @@ Before it answers, the router updates its list of each endpoint's models, so tha
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 import msgspec
 import trio
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse
+from trioserve.api.error_responses import REASON_HEADER, ErrorDetail, ErrorResponse
 from trioserve.api.openai.request_types import LoadAdapterBody, UnloadAdapterBody, decode_body
+from trioserve.api.response import Listing, Response
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import AdapterRefused, EndpointLost, NoEndpoint
 from trioserve.proxy.forwarded_headers import request_headers
@@ -34,8 +35,8 @@ UNLOAD_SECONDS = 30.0
 ANSWER_BYTES_MAX = 64 * 1024
 
 
-class _Answer(NamedTuple):
-    """Result of one endpoint.
+class _Answer(Response):
+    """Result of one endpoint, which the client gets.
 
     Attributes:
         endpoint: Endpoint that got the request.
@@ -50,6 +51,13 @@ class _Answer(NamedTuple):
     @property
     def is_good(self) -> bool:
         return self.status < 300
+
+
+class AdapterFailure(Response):
+    """Results of all endpoints, if one of them failed."""
+
+    error: ErrorDetail
+    data: list[_Answer]
 
 
 class _Error(msgspec.Struct):
@@ -94,7 +102,7 @@ async def unload_adapter(context: RouterContext) -> None:
     answers = await _ask(context, chosen, body, seconds_max=seconds_max)
     if any(answer.is_good for answer in answers):
         answers = [
-            answer._replace(status=200, message="The adapter is not loaded here.")
+            msgspec.structs.replace(answer, status=200, message="The adapter is not loaded here.")
             if answer.status == 404 and not context.services.fleet.is_adapter_of(answer.endpoint, asked.lora_name)
             else answer
             for answer in answers
@@ -139,7 +147,7 @@ async def _ask(
 
     async def ask(remote: RemoteEndpoint) -> None:
         id = remote.id
-        answers[id] = _Answer(id, 504, f"The endpoint did not answer within {seconds_max} s.")
+        answers[id] = _Answer(endpoint=id, status=504, message=f"The endpoint did not answer within {seconds_max} s.")
         with trio.move_on_after(math.inf if seconds_max is None else seconds_max):
             answers[id] = await _answer(context, remote, body)
         if id in context.services.fleet.specs():
@@ -160,8 +168,8 @@ async def _answer(context: RouterContext, remote: RemoteEndpoint, body: bytes) -
         async with remote.request("POST", context.exchange.path, headers, body) as response:
             said = await response.whole(ANSWER_BYTES_MAX) or b""
     except EndpointLost as error:
-        return _Answer(id, 502, str(error))
-    return _Answer(id, response.status, _message(said))
+        return _Answer(endpoint=id, status=502, message=str(error))
+    return _Answer(endpoint=id, status=response.status, message=_message(said))
 
 
 def _message(said: bytes) -> str:
@@ -177,10 +185,9 @@ async def _respond(context: RouterContext, failure: str, answers: list[_Answer])
 
     The status is the common status of all endpoints, or 502 if they differ.
     """
-    data = [{"endpoint": answer.endpoint, "status": answer.status, "message": answer.message} for answer in answers]
     bad = [answer for answer in answers if not answer.is_good]
     if not bad:
-        await context.respond_json({"object": "list", "data": data})
+        await context.respond_json(Listing(data=answers))
         return
     statuses = {answer.status for answer in answers}
     status = statuses.pop() if len(statuses) == 1 else 502
@@ -194,6 +201,5 @@ async def _respond(context: RouterContext, failure: str, answers: list[_Answer])
         code=code,
         message=message,
     )
-    await context.respond_json(
-        {"error": error.body().error, "data": data}, status=status, headers=((REASON_HEADER, code),)
-    )
+    failed = AdapterFailure(error=error.body().error, data=answers)
+    await context.respond_json(failed, status=status, headers=((REASON_HEADER, code),))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
+from msgspec import UNSET, UnsetType
 
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
@@ -23,6 +24,7 @@ from trioserve.api.operations.health import Alive, NotReady, Ready, Version, rea
 from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings
+from trioserve.api.response import Listing, Response
 from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.route_table import Forwarding, Handler, Operation, RouteTable
 from trioserve.api.routes import OPERATIONS as ENGINE_OPERATIONS
@@ -75,7 +77,7 @@ MOVE_SECONDS_MAX = 86_400
 
 
 async def list_models(context: RouterContext) -> None:
-    await context.respond_json({"object": "list", "data": [_card(name) for name in context.services.fleet.models()]})
+    await context.respond_json(Listing(data=[_card(name) for name in context.services.fleet.models()]))
 
 
 async def read_model(context: RouterContext) -> None:
@@ -107,8 +109,16 @@ def _ollama_cards(context: RouterContext) -> list[OllamaModel]:
     return [model_card(name, made_at=STARTED_AT, identity=name) for name in context.services.fleet.models()]
 
 
-def _card(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": STARTED_AT, "owned_by": "trioserve"}
+class RoutedModel(Response, tag_field="object", tag="model"):
+    """A model of the router's endpoints."""
+
+    id: str
+    created: int
+    owned_by: str
+
+
+def _card(name: str) -> RoutedModel:
+    return RoutedModel(id=name, created=STARTED_AT, owned_by="trioserve")
 
 
 STARTED_AT = int(time.time())
@@ -148,7 +158,7 @@ async def list_endpoints(context: RouterContext) -> None:
         for endpoint in described:
             for name in COUNTED_TOGETHER:
                 endpoint[name] += counts.get(endpoint["id"], {}).get(name, 0)
-    await context.respond_json({"object": "list", "data": described})
+    await context.respond_json(Listing(data=described))
 
 
 def _listed(answer: Answer) -> list[dict[str, Any]]:
@@ -160,6 +170,21 @@ def _listed(answer: Answer) -> list[dict[str, Any]]:
 
 class _List(msgspec.Struct):
     data: list[dict[str, Any]]
+
+
+class EndpointChange(Response, tag_field="object", tag="endpoint"):
+    """An endpoint that was added or is drained.
+
+    Attributes:
+        draining: True: it gets no more requests.
+        moving: True: its requests are moved.
+        seconds: Time to move them.
+    """
+
+    id: str
+    draining: bool | UnsetType = UNSET
+    moving: bool | UnsetType = UNSET
+    seconds: float | UnsetType = UNSET
 
 
 async def add_endpoint(context: RouterContext) -> None:
@@ -182,7 +207,7 @@ async def add_endpoint(context: RouterContext) -> None:
 
     decided = await context.services.processes.change(context, body, add)
     if decided is None:
-        await context.respond_json({"id": spec.endpoint_id, "object": "endpoint"}, status=201)
+        await context.respond_json(EndpointChange(id=spec.endpoint_id), status=201)
     else:
         await _respond_as(context, decided)
 
@@ -222,8 +247,10 @@ async def drain_endpoint(context: RouterContext) -> None:
     if decided is not None:
         await _respond_as(context, decided)
         return
-    moves = {} if move_seconds is None else {"moving": True, "seconds": move_seconds}
-    await context.respond_json({"id": id, "object": "endpoint", "draining": True, **moves})
+    changed = EndpointChange(id=id, draining=True)
+    if move_seconds is not None:
+        changed.moving, changed.seconds = True, move_seconds
+    await context.respond_json(changed)
 
 
 def _endpoint_not_found(message: str) -> Refusal:
@@ -267,7 +294,7 @@ async def greet(context: RouterContext) -> None:
 
 
 async def list_peers(context: RouterContext) -> None:
-    await context.respond_json({"object": "list", "data": context.services.peers.described()})
+    await context.respond_json(Listing(data=context.services.peers.described()))
 
 
 async def list_requests(context: RouterContext) -> None:
@@ -291,7 +318,7 @@ async def list_requests(context: RouterContext) -> None:
     ]
     for answer in await context.services.processes.ask(context):
         live += _listed(answer)
-    await context.respond_json({"object": "list", "data": live})
+    await context.respond_json(Listing(data=live))
 
 
 async def control_request(context: RouterContext) -> None:
