@@ -14,6 +14,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.limits import ConnectionSettings
 from trioserve.proxy import response_turn
 from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed
 
@@ -235,3 +236,88 @@ def test_error_that_ends_a_stream_becomes_a_message_with_a_type():
     assert message == {"type": "error", "status": 500, "error": error}
     event = b'{"type":"response.created","sequence_number":0}'
     assert response_turn._as_message(event) == event
+
+
+async def test_events_and_the_stored_response_name_the_previous_response(open_router):
+    async with open_router() as setup, setup.router.websocket(PATH) as socket:
+        first = (await ask(socket, "Who are you?"))["response"]
+        await create(socket, "And now?", previous_response_id=first["id"], store=True)
+        created = await until(socket, "response.created")
+        completed = await until(socket, *ENDS)
+        for event in (created, completed):
+            assert event["response"]["previous_response_id"] == first["id"]
+        id = completed["response"]["id"]
+        stored = await (await setup.client().get(f"{PATH}/{id}")).json()
+        assert stored == completed["response"]
+        body = {"model": "fake", "input": "And then?", "previous_response_id": id}
+        third = await (await setup.client().post(PATH, body)).json()
+        assert third["previous_response_id"] == id
+        assert third["usage"]["input_tokens"] > stored["usage"]["total_tokens"]
+
+
+async def test_end_of_the_connection_ends_its_session_at_the_endpoint_of_its_last_turn(open_router):
+    async with open_router() as setup:
+        async with setup.router.websocket(PATH) as socket:
+            first = (await ask(socket, "Who are you?"))["response"]
+            [home] = [id for id, server in setup.servers.items() if len(server.engine.sessions)]
+            await setup.client().post(f"/endpoints/{home}/drain", {})
+            await ask(socket, "And now?", previous_response_id=first["id"])
+            [other] = [id for id in setup.servers if id != home]
+            assert len(setup.servers[other].engine.sessions) == 1
+            [session] = setup.servers[other].engine.sessions
+            assert session.retained_block_count > 0
+        await wait_all_tasks_blocked()
+        assert len(setup.servers[other].engine.sessions) == 0
+
+
+async def test_session_that_the_client_names_outlives_the_connection(open_router):
+    async with open_router() as setup:
+        async with setup.router.websocket(PATH, headers={"x-session-id": "mine"}) as socket:
+            await ask(socket)
+        await wait_all_tasks_blocked()
+        names = [session.name for server in setup.servers.values() for session in server.engine.sessions]
+        assert names == ["mine"]
+
+
+async def test_connections_with_equal_request_ids_have_sessions_of_their_own(open_router):
+    async with open_router() as setup, setup.router.websocket(PATH) as socket:
+        headers = {"x-request-id": "one"}
+        async with setup.router.websocket(PATH, headers=headers) as first:
+            async with setup.router.websocket(PATH, headers=headers) as second:
+                await ask(first)
+                await ask(second)
+            await wait_all_tasks_blocked()
+            assert sum(len(server.engine.sessions) for server in setup.servers.values()) == 1
+        assert (await ask(socket))["type"] == "response.completed"
+
+
+async def test_connection_is_closed_at_its_highest_age(open_router, autojump_clock):
+    limits = ConnectionSettings(seconds_max=60)
+    async with open_router(connections=limits) as setup, setup.router.websocket(PATH) as socket:
+        event = await until(socket, *ENDS)
+        assert event["error"]["code"] == "websocket_connection_limit_reached"
+        with pytest.raises(WebSocketClosed) as closed:
+            await socket.receive()
+        assert closed.value.code == 1001
+        assert trio.current_time() >= 60
+
+
+@pytest.mark.parametrize("move", ["true", "false"])
+async def test_next_turn_runs_at_another_endpoint_after_its_own_one_was_drained(open_router, move):
+    async with open_router(engine={"paused": True}) as setup, setup.router.websocket(PATH) as socket:
+        await create(socket, "Who are you?")
+        await wait_all_tasks_blocked()
+        [home] = [id for id, count in setup.leases().items() if count]
+        [other] = [id for id in setup.servers if id != home]
+        await setup.servers[home].engine.step(3)
+        await setup.client().post(f"/endpoints/{home}/drain?move={move}", {})
+        for server in setup.servers.values():
+            server.engine.resume()
+        first = (await until(socket, *ENDS))["response"]
+        assert text_of(first) == "Hello!"
+        steps = setup.servers[home].engine.stats().steps_total
+        second = (await ask(socket, "And now?", previous_response_id=first["id"]))["response"]
+        assert second["previous_response_id"] == first["id"]
+        assert second["usage"]["input_tokens"] > first["usage"]["total_tokens"]
+        assert setup.servers[home].engine.stats().steps_total == steps
+        assert setup.servers[other].engine.stats().steps_total > 0

@@ -244,7 +244,7 @@ class Routing:
             self._peers = ProcessPeers(self._peer_watch)
         elif self._peer_watch is not None:
             streams = self._peers = PeerStreams(self.fleet, self._notices, self._peer_watch)
-            show_peers(self.metrics, self._peer_watch, streams, self._notices)
+            show_peers(self.metrics, self._peer_watch, streams)
 
     def _watched_peers(self) -> PeerWatch | None:
         config, place = self._config, self._place
@@ -327,6 +327,8 @@ class Routing:
             naming=naming,
             peers=self._peers,
             processes=self._processes,
+            notices=self._notices,
+            connections=config.connection_settings(),
             page=page_settings(config),
             tracer=tracer,
             logs_requests=config.access_log,

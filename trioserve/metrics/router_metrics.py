@@ -103,8 +103,9 @@ class RouterMetrics:
         Counter,
         Metric(
             Question.PEERS,
-            "streams",
-            "Streams whose client left and whose endpoint was not notified, because too many notices were waiting.",
+            "notices",
+            "Notices to endpoints that a client has left its stream or its connection, which were dropped because too "
+            "many were waiting.",
             part="router",
         ),
     ]

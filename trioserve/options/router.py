@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN
 from trioserve.options.option import about
 from trioserve.options.server import ServerOptions
+from trioserve.options.storage import ConnectionOptions
 from trioserve.router.settings import RouterSettings, SilenceSettings
 
 __all__ = ["ChatOptions", "ClusterOptions", "RouterOptions"]
@@ -41,7 +42,7 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(ServerOptions, ClusterOptions, ChatOptions):
+class RouterOptions(ServerOptions, ClusterOptions, ChatOptions, ConnectionOptions):
     """Options of a router: a server without an engine."""
 
     # fmt: off

@@ -17,11 +17,32 @@ from trioserve.api.limits import (
 from trioserve.options.option import about
 from trioserve.store.settings import StoreSettings
 
-__all__ = ["StorageOptions"]
+__all__ = ["ConnectionOptions", "StorageOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageOptions:
+class ConnectionOptions:
+    """Options of websocket connections of the Responses API, at servers with an engine and at routers."""
+
+    # fmt: off
+    responses_connection_timeout: Annotated[float, about(
+        "highest age of a websocket connection of the Responses API in seconds; clients then open a new one",
+        "SECONDS", gt=0, le=86400)] = ConnectionSettings().seconds_max
+    responses_connection_max_bytes: Annotated[int, about(
+        "highest size of the responses that all such connections keep in memory, at most 16 MiB of them for one "
+        "connection; above it, the largest connection loses its oldest responses",
+        "BYTES", ge=0)] = ConnectionSettings().all_kept_bytes_max
+    # fmt: on
+
+    def connection_settings(self) -> ConnectionSettings:
+        """Return the limits of websocket connections of the Responses API."""
+        return ConnectionSettings(
+            seconds_max=self.responses_connection_timeout, all_kept_bytes_max=self.responses_connection_max_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions(ConnectionOptions):
     """Options of data and streams that outlive a request."""
 
     # fmt: off
@@ -42,13 +63,6 @@ class StorageOptions:
     background_timeout: Annotated[float, about(
         "longest time of a background response in seconds",
         "SECONDS", gt=0, le=86400)] = BackgroundSettings().seconds_max
-    responses_connection_timeout: Annotated[float, about(
-        "highest age of a websocket connection of the Responses API in seconds; clients then open a new one",
-        "SECONDS", gt=0, le=86400)] = ConnectionSettings().seconds_max
-    responses_connection_max_bytes: Annotated[int, about(
-        "highest size of the responses that all such connections keep in memory, at most 16 MiB of them for one "
-        "connection; above it, the largest connection loses its oldest responses",
-        "BYTES", ge=0)] = ConnectionSettings().all_kept_bytes_max
     max_batches: Annotated[int, about(
         "unfinished batches at a time, at most a quarter of them of one caller; further ones are refused with 429",
         "N", ge=0)] = BatchSettings().batches_max
@@ -81,12 +95,6 @@ class StorageOptions:
         count = self.max_background_responses
         return BackgroundSettings(
             responses_max=count, responses_of_one_max=(count + 1) // 2, seconds_max=self.background_timeout
-        )
-
-    def connection_settings(self) -> ConnectionSettings:
-        """Return the limits of websocket connections of the Responses API."""
-        return ConnectionSettings(
-            seconds_max=self.responses_connection_timeout, all_kept_bytes_max=self.responses_connection_max_bytes
         )
 
     def batch_settings(self) -> BatchSettings:

@@ -28,10 +28,13 @@ class KeptObject(msgspec.Struct, frozen=True):
     Attributes:
         endpoint: Endpoint that stores the object.
         owner: Only caller who may use the object. None: all callers may.
+        previous_response_id: Response that a response continues, if only a connection to this router had it. The
+            endpoint got the items instead, and does not know the id.
     """
 
     endpoint: EndpointId
     owner: str | None
+    previous_response_id: str | None = None
 
 
 class KeptObjects:
@@ -45,6 +48,17 @@ class KeptObjects:
         self._objects.move_to_end(id)
         if len(self._objects) > OBJECTS_MAX:
             self._objects.popitem(last=False)
+
+    def note_previous(self, id: str, previous: str) -> None:
+        """Record which response a response continues.
+
+        Args:
+            id: Response that an endpoint may store.
+            previous: Response that it continues. Only a connection to this router has it.
+        """
+        kept = self._objects.get(id)
+        if kept is not None:
+            self._objects[id] = msgspec.structs.replace(kept, previous_response_id=previous)
 
     def find(self, id: str) -> KeptObject | None:
         return self._objects.get(id)

@@ -2,7 +2,8 @@
 
 So a response has what every routed request has: the queue, a lease, retries, and another endpoint after a failure. The
 router keeps the items of a connection's responses, and sends the whole conversation with each request. So a connection
-outlives its endpoints, because no endpoint knows the connection.
+outlives its endpoints, because no endpoint knows the connection. Endpoints know its session. When the connection ends,
+the router ends the session at the endpoints that it used.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 import trio
 
 from trioserve.api.openai.request_types import decode_body
+from trioserve.api.operations.sessions import SESSION_PATH
 from trioserve.api.responses.connection_turn import NOT_FOUND, NewTurn, TurnExchange
 from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.stored_responses import CONTINUABLE
@@ -24,8 +26,10 @@ from trioserve.api.session_fields import SESSION_HEADER
 from trioserve.api.sse import encode
 from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest, TrioserveError
-from trioserve.http.exchange import Exchange, HeaderFields
+from trioserve.http.exchange import Exchange, HeaderFields, Headers
+from trioserve.proxy.forwarded_headers import endpoint_session, request_headers
 from trioserve.proxy.forwarding import forward
+from trioserve.proxy.peers.kept_stream import SessionEndNotice
 from trioserve.proxy.routed_body import rewritten
 from trioserve.proxy.streams.event_splitter import EventSplitter
 
@@ -75,11 +79,46 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True):
     response: dict[str, Any] | None = None
 
 
-class Home:
-    """Endpoint that got the last request of a connection. It has most of the KV of the next one."""
+class RoutedConnection:
+    """State that all turns of one connection share.
 
-    def __init__(self) -> None:
-        self.endpoint: EndpointId | None = None
+    Args:
+        session: Session of the connection, by the name that endpoints get from the router. None: the client names one,
+            which may outlive the connection.
+
+    Attributes:
+        home: Endpoint that got the last request. It has most of the KV of the next one.
+        used: Endpoints that got a request.
+    """
+
+    def __init__(self, session: str | None) -> None:
+        self.session = session
+        self.home: EndpointId | None = None
+        self.used: set[EndpointId] = set()
+
+    def note_endpoint(self, id: EndpointId | None) -> None:
+        """Record the endpoint of a request.
+
+        Args:
+            id: The endpoint. None: the request has none yet.
+        """
+        if id is not None:
+            self.home = id
+            self.used.add(id)
+
+    def end(self, context: RouterContext) -> None:
+        """Notify the endpoints that the session has ended, so that they free its blocks at once. This never waits.
+
+        Args:
+            context: The request that opened the connection.
+        """
+        if self.session is None:
+            return
+        path = SESSION_PATH + endpoint_session(context, self.session)
+        headers = request_headers(context, None, with_body=False)
+        fleet = context.services.fleet
+        for id in self.used & fleet.specs().keys():
+            context.services.notices.send(SessionEndNotice(fleet.remote(id), path, headers))
 
 
 class RoutedTurn:
@@ -91,7 +130,7 @@ class RoutedTurn:
         byte_count: Size of the client's message.
         kept: Responses that the connection keeps.
         held: Empty, because there is no steering.
-        home: Endpoint of the connection.
+        connection: The connection.
 
     Attributes:
         response_id: Id of the response. None until it has begun.
@@ -105,13 +144,13 @@ class RoutedTurn:
         kept: KeptResponses,
         held: dict[str, list[Steer]],
         *,
-        home: Home,
+        connection: RoutedConnection,
     ) -> None:
-        self.exchange = _EventExchange(exchange, self)
+        self.exchange = _EventExchange(exchange, self, connection.session)
         self.stream_id = stream_id
         self.byte_count = byte_count
         self.response_id: str | None = None
-        self._home = home
+        self._connection = connection
         self._kept = kept
         self._message: CreateMessage | None = None
         self._own: list[Item] = []
@@ -140,7 +179,7 @@ class RoutedTurn:
             context: The context of `exchange`.
         """
         self._context = context
-        context.preferred = self._home.endpoint
+        context.preferred = self._connection.home
         try:
             await forward(context)
         except TrioserveError:
@@ -150,7 +189,7 @@ class RoutedTurn:
             event = {"type": "response.incomplete", "sequence_number": self._last_number + 1, "response": response}
             await self.exchange.finish(b"data: " + encode(event) + b"\n\n")
         finally:
-            self._home.endpoint = context.endpoint or self._home.endpoint
+            self._connection.note_endpoint(context.endpoint)
 
     def body(self, message: bytes) -> bytes:
         """Return the body for endpoints: the message with the items of the earlier responses before its own.
@@ -182,21 +221,29 @@ class RoutedTurn:
             without = (*OF_MESSAGE, "previous_response_id")
         return rewritten(message, fields, without=without)
 
-    def note(self, event: bytes) -> None:
-        """Read an event of the response.
+    def take(self, event: bytes) -> bytes:
+        """Read an event of the response. Return it as the client gets it.
 
         Args:
             event: The event as JSON.
         """
         read = msgspec.json.decode(event, type=_Event)
         self._last_number = read.sequence_number
-        if read.type == "response.created" and read.response is not None:
-            self._begun = read.response
-            self.response_id = read.response.get("id")
+        if self._context is not None:
+            self._connection.note_endpoint(self._context.endpoint)
+        changed: dict[str, object] = {} if self.stream_id is None else {"stream_id": self.stream_id}
+        response = read.response
+        if response is not None:
+            response["previous_response_id"] = None if self._message is None else self._message.previous_response_id
+            changed["response"] = response
+            if read.type == "response.created":
+                self._begun = response
+                self.response_id = response.get("id")
+            elif response.get("status") in CONTINUABLE:
+                self._keep(response)
         elif read.type == "response.output_item.done" and read.item is not None:
             self._output.append(read.item)
-        elif read.response is not None and read.response.get("status") in CONTINUABLE:
-            self._keep(read.response)
+        return rewritten(event, changed)
 
     def _keep(self, response: dict[str, Any]) -> None:
         # An earlier response that only an endpoint stores is continued there, by its id.
@@ -204,6 +251,8 @@ class RoutedTurn:
             items = [*self._own, *response.get("output", ())]
             previous = self._message.previous_response_id
             self._kept.keep(response["id"], items, previous_id=previous, earlier=self._earlier)
+            if previous is not None and self._context is not None:
+                self._context.services.kept.note_previous(response["id"], previous)
 
 
 class _EventExchange(Exchange):
@@ -212,13 +261,16 @@ class _EventExchange(Exchange):
     Args:
         inner: Exchange of the client's message.
         turn: The response.
+        session: Session of the request. None: a header names one.
     """
 
     http_version = "1.1"
 
-    def __init__(self, inner: TurnExchange, turn: RoutedTurn) -> None:
+    def __init__(self, inner: TurnExchange, turn: RoutedTurn, session: str | None) -> None:
         self.method, self.path, self.query = inner.method, inner.path, inner.query
         self.headers = inner.headers
+        if session is not None:
+            self.headers = Headers([*inner.headers.items(), (SESSION_HEADER, session)])
         self.peer = inner.peer
         self._inner = inner
         self._turn = turn
@@ -269,10 +321,7 @@ class _EventExchange(Exchange):
         await self._send_bytes(encode(event))
 
     async def _send_bytes(self, event: bytes) -> None:
-        self._turn.note(event)
-        if self._turn.stream_id is not None:
-            event = rewritten(event, {"stream_id": self._turn.stream_id})
-        await self._inner.send(event)
+        await self._inner.send(self._turn.take(event))
 
 
 def _as_message(event: bytes) -> bytes:
@@ -285,19 +334,24 @@ def _as_message(event: bytes) -> bytes:
 
 
 @contextmanager
-def routed_turns(context: Responder) -> Iterator[NewTurn]:
+def routed_turns(context: RouterContext) -> Iterator[NewTurn]:
     """Open the context of a connection. It has the function that makes the connection's responses.
+
+    All requests to endpoints belong to one session, so that an endpoint prefers to keep the blocks of the connection.
 
     Args:
         context: The request that opens the connection.
     """
-    yield partial(RoutedTurn, home=Home())
+    is_named = SESSION_HEADER in context.exchange.headers
+    connection = RoutedConnection(None if is_named else f"connection-{context.clock_and_ids.new_request_id()}")
+    try:
+        yield partial(RoutedTurn, connection=connection)
+    finally:
+        connection.end(context)
 
 
 def turn_headers(context: Responder) -> list[tuple[str, str]]:
     """Return the header fields of each request that a connection sends to endpoints.
-
-    All of them belong to one session, so that an endpoint prefers to keep the blocks of the connection.
 
     Args:
         context: The request that opened the connection.
@@ -308,6 +362,4 @@ def turn_headers(context: Responder) -> list[tuple[str, str]]:
         for name, value in context.exchange.headers.items()
         if name not in OF_HANDSHAKE and not name.startswith("sec-") and name not in trace
     ]
-    if SESSION_HEADER not in context.exchange.headers:
-        headers.append((SESSION_HEADER, f"connection-{context.request_id}"))
     return [*headers, ("content-type", "application/json")]

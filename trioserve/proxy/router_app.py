@@ -39,6 +39,7 @@ from trioserve.proxy.adapters import load_adapter, unload_adapter
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.forwarding import forward
 from trioserve.proxy.kept_objects import KeptObjects
+from trioserve.proxy.peers.kept_stream import ClientLeftNotices
 from trioserve.proxy.peers.peer_watch import PEER_PATH
 from trioserve.proxy.peers.processes import Answer, OneProcess
 from trioserve.proxy.peers.retries import NoPeers
@@ -479,6 +480,8 @@ class RouterApp(BaseApp[RouterContext]):
         naming: Names the blocks of prompts, for routing policies that need them.
         peers: Other routers in front of the same endpoints. None: there are none.
         processes: Other processes of this router. None: there are none.
+        notices: Notifies endpoints when a client has left. None: endpoints notice by themselves.
+        connections: Limits of websocket connections of the Responses API. None: the default limits.
         page: Settings of the live page.
         tracer: Receives trace spans, see BaseApp.
         logs_requests: Whether each request is logged, see BaseApp.
@@ -502,6 +505,8 @@ class RouterApp(BaseApp[RouterContext]):
         naming: PromptBlocks | None = None,
         peers: NoPeers | None = None,
         processes: OneProcess | None = None,
+        notices: ClientLeftNotices | None = None,
+        connections: ConnectionSettings | None = None,
         page: PageSettings | None = None,
         tracer: Tracer = NO_TRACER,
         logs_requests: bool = False,
@@ -520,7 +525,8 @@ class RouterApp(BaseApp[RouterContext]):
         self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
         self.kept = KeptObjects()
         streams = LiveStreams()
-        connections = ResponseConnections(ConnectionSettings(), self.serve_turn, turn_headers, routed_turns)
+        notices = notices or ClientLeftNotices()
+        notices.on_dropped = metrics.farewells_dropped_total.inc
         self._services = RouterServices(
             fleet=fleet,
             rules=rules or RoutingRules(),
@@ -530,11 +536,14 @@ class RouterApp(BaseApp[RouterContext]):
             naming=naming,
             kept=self.kept,
             streams=streams,
-            connections=connections,
+            connections=ResponseConnections(
+                connections or ConnectionSettings(), self.serve_turn, turn_headers, routed_turns
+            ),
             access=self._keys.rules,
             peers=peers or NoPeers(),
             page=self.page,
             processes=processes,
+            notices=notices,
             forms=FairSlots(FORMS_MAX, what="forms"),
         )
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(streams.kept_bytes))

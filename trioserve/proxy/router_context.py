@@ -17,6 +17,7 @@ from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_P
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.proxy.kept_objects import KeptObjects
+from trioserve.proxy.peers.kept_stream import ClientLeftNotices
 from trioserve.proxy.peers.processes import OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.remote_endpoint import PATH_CHARACTERS
@@ -89,6 +90,7 @@ class RouterServices:
         peers: Other routers, which can resume streams of this router.
         page: Live page. None: the router has none.
         processes: Other processes of this router.
+        notices: Notifies endpoints when a client has left.
         forms: Limits how many large forms are parsed at a time.
     """
 
@@ -105,6 +107,7 @@ class RouterServices:
     peers: NoPeers
     page: Page | None
     processes: OneProcess
+    notices: ClientLeftNotices
     forms: FairSlots
 
 

@@ -22,6 +22,7 @@ from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
 from trioserve.proxy.forwarded_headers import endpoint_session, owner_of, request_headers, response_headers
 from trioserve.proxy.kept_objects import RESPONSES_PATH, KeptObject, may_be_id, object_id_in
 from trioserve.proxy.response_shape import InvalidAnswer
+from trioserve.proxy.routed_body import rewritten
 
 if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse
@@ -66,7 +67,9 @@ async def forward_kept(context: RouterContext) -> None:
     if kept is None:
         await _ask_all(context, id, body)
     else:
-        await _relay(context, kept.endpoint, body)
+        shows_response = context.exchange.method == "GET" and path == f"{RESPONSES_PATH}/{id}"
+        previous = kept.previous_response_id if shows_response else None
+        await _relay(context, kept.endpoint, body, previous_response_id=previous)
 
 
 async def forward_home(context: RouterContext) -> None:
@@ -276,7 +279,14 @@ def _home_endpoint(context: RouterContext) -> EndpointId:
     return max(usable, key=lambda id: blake2b(id.encode(), key=blake2b(name, digest_size=32).digest()).digest())
 
 
-async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_up_at_404: bool = False) -> int:
+async def _relay(
+    context: RouterContext,
+    id: EndpointId,
+    body: bytes,
+    *,
+    gives_up_at_404: bool = False,
+    previous_response_id: str | None = None,
+) -> int:
     """Forward the request to an endpoint, and its response to the client.
 
     Args:
@@ -284,6 +294,7 @@ async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_u
         id: Endpoint that gets the request.
         body: Body of the request.
         gives_up_at_404: Whether a response with status 404 is dropped instead of sent to the client.
+        previous_response_id: Value for this field of the response. None: the field stays unchanged.
 
     Returns:
         Status of the response.
@@ -299,7 +310,7 @@ async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_u
         _check_is_no_page(id, response)
         if response.status == 404 and gives_up_at_404:
             return 404
-        await _pass_on(context, response, id)
+        await _pass_on(context, response, id, previous_response_id)
         return response.status
 
 
@@ -315,7 +326,9 @@ def _check_is_no_page(id: EndpointId, response: RemoteResponse) -> None:
         raise InvalidAnswer(id, "html", f"status {response.status} of the type {kind[:80]!r}")
 
 
-async def _pass_on(context: RouterContext, response: RemoteResponse, id: EndpointId) -> None:
+async def _pass_on(
+    context: RouterContext, response: RemoteResponse, id: EndpointId, previous_response_id: str | None
+) -> None:
     is_events = (response.header("content-type") or "").startswith("text/event-stream")
     whole = None if is_events else await response.whole(WHOLE_BYTES_MAX)
     if whole is not None:
@@ -323,6 +336,8 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, id: Endpoin
             context.services.kept.remember(made, KeptObject(id, owner_of(context)))
         if response.status >= 400:
             context.note_error(response.status, response.header(REASON_HEADER))
+        elif previous_response_id is not None:
+            whole = rewritten(whole, {"previous_response_id": previous_response_id})
         await context.respond(response.status, response_headers(context, response), whole)
         return
     await context.start(response.status, response_headers(context, response), is_events=is_events)

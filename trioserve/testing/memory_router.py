@@ -13,6 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.router_metrics import show_router
 from trioserve.api.caller import AccessRules
+from trioserve.api.limits import ConnectionSettings
 from trioserve.api.page.settings import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
@@ -108,6 +109,7 @@ async def open_memory_router(
     api_keys: tuple[str, ...] = (),
     admin_api_key: str | None = None,
     access: AccessRules | None = None,
+    connections: ConnectionSettings | None = None,
     page: PageSettings | None = None,
     endpoint_api_key: str | None = None,
     aliases: Mapping[str, str] | None = None,
@@ -132,7 +134,7 @@ async def open_memory_router(
         rules: rules of the router for requests and headers.
         models: names of the models that all endpoints serve. None lets the router get the names from the endpoints.
         roles: roles of endpoints by id. They override the roles that endpoints report.
-        api_keys, admin_api_key, access, page, logs_requests: as the router's flags.
+        api_keys, admin_api_key, access, connections, page, logs_requests: as the router's flags.
         endpoint_api_key: key that the router sends to the endpoints.
         aliases: other names of models.
         leases_max: maximum number of leases of each endpoint. None uses the number that the endpoint reports.
@@ -194,9 +196,11 @@ async def open_memory_router(
             api_keys=api_keys,
             admin_api_key=admin_api_key,
             access=access,
+            connections=connections,
             page=page or PageSettings(history_seconds=0, pauses_per_cost=0),
             naming=naming,
             peers=None if peer_watch is None else PeerStreams(fleet, notices, peer_watch),
+            notices=notices,
             tracer=tracer,
             logs_requests=logs_requests,
         )

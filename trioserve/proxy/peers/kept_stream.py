@@ -36,6 +36,7 @@ __all__ = [
     "Found",
     "KeptRequest",
     "KeptStream",
+    "SessionEndNotice",
     "Stream",
     "StreamCall",
     "reader_in",
@@ -43,14 +44,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+KEPT_STREAMS_PATH = "/v1/kept_streams/"
 PENDING_MAX = 4096  # Further notices are dropped. The endpoints then notice by themselves that the client left.
 AT_ONCE_MAX = 64  # The router sends at most this many notices at the same time.
-SECONDS_MAX = 2.0  # A later notice is useless, because the endpoint ends the stream by itself.
+SECONDS_MAX = 2.0  # A later notice is useless, because the endpoint ends the stream or the session by itself.
 RESPONSE_BYTES_MAX = 4096
 
 
 class ClientLeftNotice(msgspec.Struct, frozen=True):
-    """Notice that a client has left.
+    """Notice that the client of a stream has left.
 
     Attributes:
         endpoint: Client of the endpoint that keeps the stream.
@@ -64,18 +66,35 @@ class ClientLeftNotice(msgspec.Struct, frozen=True):
     reader: int
     headers: HeaderFields
 
+    @property
+    def path(self) -> str:
+        """Path that the endpoint deletes."""
+        return f"{KEPT_STREAMS_PATH}{self.name}?reader={self.reader}"
+
+
+class SessionEndNotice(msgspec.Struct, frozen=True):
+    """Notice that the client of a session has left.
+
+    Attributes:
+        endpoint: Client of an endpoint that has computed turns of the session.
+        path: Path that the endpoint deletes.
+        headers: Headers that identify the caller.
+    """
+
+    endpoint: RemoteEndpoint
+    path: str
+    headers: HeaderFields
+
 
 class ClientLeftNotices:
     """Sender of client-left notices.
 
     Attributes:
-        sent_total: Notices that were accepted for sending.
-        dropped_total: Notices that were dropped, because too many were waiting.
+        on_dropped: Called for each notice that is dropped, because too many are waiting.
     """
 
     def __init__(self) -> None:
-        self.sent_total = 0
-        self.dropped_total = 0
+        self.on_dropped: Callable[[], None] = lambda: None
         self._keepers: set[EndpointId] = set()
         self._pending_count = 0
         self._nursery: trio.Nursery | None = None
@@ -105,25 +124,23 @@ class ClientLeftNotices:
     def note_keeper(self, id: EndpointId) -> None:
         self._keepers.add(id)
 
-    def send(self, notice: ClientLeftNotice) -> None:
+    def send(self, notice: ClientLeftNotice | SessionEndNotice) -> None:
         """Send a notice in the background. This never waits.
 
         Args:
             notice: The notice.
         """
         if self._nursery is None or self._pending_count >= PENDING_MAX:
-            self.dropped_total += 1
+            self.on_dropped()
             return
         self._pending_count += 1
-        self.sent_total += 1
         self._nursery.start_soon(self._send, notice)
 
-    async def _send(self, notice: ClientLeftNotice) -> None:
-        path = f"/v1/kept_streams/{notice.name}?reader={notice.reader}"
+    async def _send(self, notice: ClientLeftNotice | SessionEndNotice) -> None:
         try:
             async with self._at_once:
                 with trio.move_on_after(SECONDS_MAX):
-                    async with notice.endpoint.request("DELETE", path, list(notice.headers), b"") as response:
+                    async with notice.endpoint.request("DELETE", notice.path, list(notice.headers), b"") as response:
                         await response.whole(RESPONSE_BYTES_MAX)
         except TrioserveError as error:
             logger.debug("client-left notice lost endpoint=%s reason=%s", notice.endpoint.id, error)
@@ -131,7 +148,6 @@ class ClientLeftNotices:
             self._pending_count -= 1
 
 
-KEPT_STREAMS_PATH = "/v1/kept_streams/"
 _READER = re.compile(r"[\d.]+;reader=(\d{1,9})")
 
 

@@ -231,14 +231,13 @@ class _Search:
             self.found.request.end()
 
 
-def show_peers(metrics: Metrics, watch: PeerWatch, streams: PeerStreams, notices: ClientLeftNotices) -> None:
+def show_peers(metrics: Metrics, watch: PeerWatch, streams: PeerStreams) -> None:
     """Update the metrics at every scrape. Call this once for each router.
 
     Args:
         metrics: Metrics of the router.
         watch: State of the other routers.
         streams: Streams whose requests clients repeated.
-        notices: Sender of client-left notices.
     """
     shown: dict[str, int] = {}
 
@@ -249,7 +248,6 @@ def show_peers(metrics: Metrics, watch: PeerWatch, streams: PeerStreams, notices
             "peers_lost_total": watch.lost_total,
             "streams_found_total": streams.found_total,
             "streams_recomputed_total": streams.recomputed_total,
-            "farewells_dropped_total": notices.dropped_total,
         }
         for name, value in totals.items():
             getattr(metrics, name).inc(value - shown.get(name, 0))
