@@ -233,7 +233,7 @@ async def test_two_killed_endpoints_leave_no_lease_and_no_websocket(open_router,
 def test_error_that_ends_a_stream_becomes_a_message_with_a_type():
     error = {"message": "the endpoint was lost", "type": "overloaded", "code": "endpoint_lost"}
     message = json.loads(response_turn._as_message(json.dumps({"error": error}, separators=(",", ":")).encode()))
-    assert message == {"type": "error", "status": 500, "error": error}
+    assert message == {"type": "error", "sequence_number": 0, "status": 500, "error": error}
     event = b'{"type":"response.created","sequence_number":0}'
     assert response_turn._as_message(event) == event
 

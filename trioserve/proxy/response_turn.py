@@ -302,7 +302,7 @@ class _EventExchange(Exchange):
                 "message": f"neither this connection nor an endpoint has the response {shown(lacking)}: send the whole "
                 "input without previous_response_id",
             }
-        await self._send({"type": "error", "status": status, "error": error})
+        await self._send({"type": "error", "sequence_number": 0, "status": status, "error": error})
 
     async def start(self, status: int, headers: HeaderFields) -> None:
         await self._inner.start(status, headers)
@@ -330,7 +330,11 @@ def _as_message(event: bytes) -> bytes:
     Args:
         event: The event as JSON.
     """
-    return rewritten(event, {"type": "error", "status": 500}) if event.startswith(b'{"error":') else event
+    return (
+        rewritten(event, {"type": "error", "sequence_number": 0, "status": 500})
+        if event.startswith(b'{"error":')
+        else event
+    )
 
 
 @contextmanager

@@ -261,6 +261,14 @@ async def test_a_bad_message_gets_an_error_and_the_connection_continues(autojump
         event = await agent.error()
         assert 400 <= event["status"] < 500
         assert event["error"]["param"] == param
+        assert event["sequence_number"] == 0
+        assert (await agent.ask())["status"] == "completed"
+
+
+async def test_acknowledged_response_gets_no_answer(autojump_clock):
+    async with opened() as server, connected(server) as agent:
+        response = await agent.ask()
+        await agent.send({"type": "response.processed", "response_id": response["id"]})
         assert (await agent.ask())["status"] == "completed"
 
 

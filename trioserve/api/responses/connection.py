@@ -191,7 +191,7 @@ class _Connection:
             self._add(raw, lane)
         elif event.type == "response.cancel":
             self._cancel(event, lane)
-        else:
+        elif event.type != "response.processed":  # Clients acknowledge a response with it. No answer is expected.
             allowed = "response.create, response.cancel and response.steer"
             raise InvalidRequest(f"type is {shown(event.type)}, allowed are {allowed}", param="type")
 

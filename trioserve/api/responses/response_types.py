@@ -262,12 +262,14 @@ class ErrorEvent(Response, tag_field="type", tag="error"):
 
     Attributes:
         error: The error as in HTTP. It repeats `headers`, because some clients read them there.
+        sequence_number: Always 0, because the event belongs to no response. Some clients need it.
         headers: Header fields that the error has in HTTP.
         stream_id: Lane of the message that failed.
     """
 
     status: int
     error: dict[str, Any]
+    sequence_number: int = 0
     headers: dict[str, str] | UnsetType = UNSET
     stream_id: str | UnsetType = UNSET
 
