@@ -3,8 +3,9 @@
 The check calls the kernels' functions with CPU tensors. A replacement for Triton's driver only reports the type of the
 GPU. Therefore, strides, alignments, constants and stages are those of a real launch. The check finds errors of types,
 layouts, shared memory and registers. It does not check results. Triton's cache keeps what was compiled, so a kernel is
-compiled again only after a change. `--table` compiles the kernels of attention and sampling, whose registers and
-shared memory are in a table of README.md. `--write` writes this table, with a process for each GPU.
+compiled again only after a change. `--table` compiles the kernels of attention, sampling and 4-bit products, whose
+registers and shared memory are in a table of README.md. `--write` writes this table, with a process for each GPU, and
+keeps the columns of all other GPUs.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ ATTENTION_SHAPES = (
     (128, 32, 8, torch.float32, torch.float32),
 )
 TABLE_SHAPES = 5
+# Name, values of a group, dtype of scales, and True if groups have minimums.
+FOUR_BIT_FORMATS = (
+    ("4 bits, groups of 128", 128, torch.float32, True),
+    ("4 bits, groups of 64", 64, torch.float32, True),
+    ("4 bits, groups of 32", 32, torch.float16, False),
+    ("MXFP4", 32, torch.uint8, False),
+)
 LATENT_HEADS = (16, 20, 128)  # heads that share latents of 512 numbers
 # Rows of the first size are unaligned. Rows of the second size are aligned and allow wider loads.
 VOCAB_SIZES = (50_257, 128_256)
@@ -135,21 +143,14 @@ def _products(kernels: Any, dtype: torch.dtype) -> None:
     product(values[:, :576].contiguous(), weight[:49152, :576].contiguous(), None)
 
 
-def _four_bits(kernels: Any, dtype: torch.dtype) -> None:
+def _four_bits(
+    kernels: Any, dtype: torch.dtype, rows: int, group: int, scale_dtype: torch.dtype, has_min: bool
+) -> None:
     from trioserve_kernels.four_bits import FourBitWeight
-    from trioserve_kernels.triton.four_bit_product import four_bit_product
 
-    codes = torch.zeros(6144, 2048, dtype=torch.uint8)
-    for group, scale_dtype, has_min in (
-        (128, torch.float32, True),
-        (32, torch.float16, False),
-        (64, torch.float32, True),
-        (32, torch.uint8, False),
-    ):
-        scales = torch.zeros(6144, 4096 // group, dtype=scale_dtype)
-        weight = FourBitWeight(codes, scales, scales if has_min else None)
-        for rows in (5, 500):
-            four_bit_product(torch.zeros(rows, 4096, dtype=dtype), weight, torch.zeros(6144, dtype=dtype))
+    codes, scales = torch.zeros(6144, 2048, dtype=torch.uint8), torch.zeros(6144, 4096 // group, dtype=scale_dtype)
+    weight = FourBitWeight(codes, scales, scales if has_min else None)
+    kernels.four_bit_linear(torch.zeros(rows, 4096, dtype=dtype), weight, torch.zeros(6144, dtype=dtype))
 
 
 def _mixtures(kernels: Any, dtype: torch.dtype) -> None:
@@ -199,18 +200,19 @@ def _registers(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _compile(arch: int, is_table: bool) -> list[Compiled]:
+def _compile(arch: int, is_table: bool, chosen: str = "") -> list[Compiled]:
     """Compile kernels for a GPU. The process cannot launch a Triton kernel afterwards.
 
     Args:
         arch: compute capability without its dot.
         is_table: True for the launches of the table only.
+        chosen: text that the description of a launch must contain.
     """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     from trioserve_kernels import triton as kernels
-    from trioserve_kernels.triton import attention
+    from trioserve_kernels.triton import attention, four_bit_product
 
     launch = JITFunction.run
     found: list[Compiled] = []
@@ -224,12 +226,15 @@ def _compile(arch: int, is_table: bool) -> list[Compiled]:
         found.append(Compiled(self.__name__, case + has_masks, *sizes))
 
     def check(case: str, launches: Callable[..., None], *shape: Any) -> None:
-        JITFunction.run = functools.partialmethod(compile_only, case)
-        launches(kernels, *shape)
+        if chosen in case:
+            JITFunction.run = functools.partialmethod(compile_only, case)
+            launches(kernels, *shape)
 
     # The driver and the patched function are not restored, because the process does nothing else.
     driver.set_active(_NoDevice(arch))
     attention.shared_bytes_max = lambda device: SHARED_BYTES_MAX[arch]  # type: ignore[assignment]  # it has a cache
+    # As on a GPU, several programs divide the depth of 4-bit products with few rows.
+    four_bit_product._splits = lambda values, outputs: 4
     for head_dim, heads, kv_heads, dtype, page_dtype in ATTENTION_SHAPES[: TABLE_SHAPES if is_table else None]:
         pages = "" if page_dtype == dtype else f", KV in {_name(page_dtype)}"
         case = f"heads of {head_dim}, {heads}/{kv_heads}, {_name(dtype)}{pages}"
@@ -239,11 +244,16 @@ def _compile(arch: int, is_table: bool) -> list[Compiled]:
             if not is_table or (vocab_size, dtype) == (VOCAB_SIZES[-1], torch.bfloat16):
                 check(f"{vocab_size} tokens, {_name(dtype)}", _sampling, dtype, vocab_size)
     if is_table:
+        for rows in (5, 500):
+            for name, group, scale_dtype, has_min in FOUR_BIT_FORMATS:
+                check(f"{name}, {rows} rows, bfloat16", _four_bits, torch.bfloat16, rows, group, scale_dtype, has_min)
         return found
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check(_name(dtype), _rows, dtype)
         check(_name(dtype), _products, dtype)
-        check(f"4 bits, {_name(dtype)}", _four_bits, dtype)
+        for rows in (5, 500):
+            for name, group, scale_dtype, has_min in FOUR_BIT_FORMATS:
+                check(f"{name}, {rows} rows, {_name(dtype)}", _four_bits, dtype, rows, group, scale_dtype, has_min)
         check(f"128 experts, {_name(dtype)}", _mixtures, dtype)
     for heads in LATENT_HEADS:
         check(f"{heads} heads of latents, bfloat16", _latents, heads, torch.bfloat16)
@@ -258,32 +268,38 @@ def read_table() -> tuple[str, dict[tuple[str, str, int], str]]:
     """Read the table of README.md.
 
     Returns:
-        The version of triton that compiled it, and the text of each cell by kernel, case and compute capability.
+        The version of triton that compiled it, and the text of each cell by kernel, case and compute capability. Empty
+        cells are left out.
     """
     text = README.read_text(encoding="utf-8").split(TABLE_BEGIN)[1].split(TABLE_END)[0]
     version = re.search(r"triton ([\d.]+)", text)
     assert version is not None, "the table does not name a version of triton"
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if "|" in line]
+    rows = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in text.splitlines() if "|" in line]
     archs = [int(name.removeprefix("sm_")) for name in rows[0][2:]]
     cells = {}
     for kernel, case, *row in rows[2:]:
-        cells.update({(kernel.strip("`"), case, arch): cell for arch, cell in zip(archs, row, strict=True)})
+        cells.update({(kernel.strip("`"), case, arch): cell for arch, cell in zip(archs, row, strict=True) if cell})
     return version[1], cells
 
 
-def _write_table(archs: Sequence[int]) -> None:
-    rows: dict[tuple[str, str], list[str]] = {}
+def _write_table(archs: Sequence[int], case: str) -> None:
+    """Compile launches for some GPUs, and write their cells into the table. All other cells are kept."""
+    _, cells = read_table()
+    columns = sorted({*archs, *(arch for _, _, arch in cells)})
     for arch in archs:
         command = (sys.executable, "-m", "trioserve_kernels.compile_check", "--table", "--arch", str(arch))
-        for line in subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines():
-            kernel, case, cell = line.split(" | ")
-            rows.setdefault((kernel, case), []).append(cell)
-    names = [f"sm_{arch}" for arch in archs]
+        output = subprocess.run((*command, "--case", case), check=True, stdout=subprocess.PIPE, text=True).stdout
+        for line in output.splitlines():
+            kernel, compiled_case, cell = line.split(" | ")
+            cells[kernel, compiled_case, arch] = cell
+    rows: dict[tuple[str, str], list[str]] = {}
+    for kernel, compiled_case, _ in cells:
+        rows[kernel, compiled_case] = [cells.get((kernel, compiled_case, arch), "") for arch in columns]
     lines = [
         f"Compiled by triton {importlib.metadata.version('triton')}. A cell has registers and shared memory.",
         "",
-        "| " + " | ".join(("kernel", "arguments", *names)) + " |",
-        "| " + " | ".join(["---"] * (2 + len(archs))) + " |",
+        "| " + " | ".join(("kernel", "arguments", *(f"sm_{arch}" for arch in columns))) + " |",
+        "| " + " | ".join(["---"] * (2 + len(columns))) + " |",
         *(f"| `{kernel}` | {case} | {' | '.join(cells)} |" for (kernel, case), cells in rows.items()),
     ]
     before, _, rest = README.read_text(encoding="utf-8").partition(TABLE_BEGIN)
@@ -300,11 +316,12 @@ def main() -> None:
     parser.add_argument(
         "--write", type=int, nargs="*", metavar="ARCH", help="write the table in README.md, for all GPUs or these"
     )
+    parser.add_argument("--case", default="", metavar="TEXT", help="only launches whose description contains TEXT")
     chosen = parser.parse_args()
     if chosen.write is not None:
-        _write_table(chosen.write or tuple(SHARED_BYTES_MAX))
+        _write_table(chosen.write or tuple(SHARED_BYTES_MAX), chosen.case)
         return
-    found = _compile(chosen.arch, chosen.table)
+    found = _compile(chosen.arch, chosen.table, chosen.case)
     for one in found:
         if chosen.table:
             print(f"{one.kernel} | {one.case} | {one.cell}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_TYPES", "FourBitWeight", "join", "weight_of_blocks"]
+__all__ = ["BLOCK_TYPES", "FourBitWeight", "join", "kept_bytes", "weight_of_blocks"]
 
 BLOCK_VALUES = 32
 GROUP_BLOCKS_MAX = 4
@@ -86,6 +86,22 @@ class FourBitWeight:
         codes, scales = codes.float(), self.scales.float()[..., None]
         values = scales * (codes - 8.0) if self.mins is None else scales * codes + self.mins.float()[..., None]
         return values.view(self.outputs, -1).to(dtype)
+
+
+def kept_bytes(block_type: str, count: int) -> int | None:
+    """Return the bytes of some values as blocks of 32. `join` may need fewer bytes, because it merges equal scales.
+
+    Args:
+        block_type: type of the blocks in the file.
+        count: number of values.
+
+    Returns:
+        None if the block type cannot stay packed.
+    """
+    if block_type not in BLOCK_TYPES:
+        return None
+    dtype, has_min = BLOCK_TYPES[block_type]
+    return count // BLOCK_VALUES * (BLOCK_VALUES // 2 + (2 if has_min else 1) * dtype.itemsize)
 
 
 def weight_of_blocks(block_type: str, blocks: Tensor) -> FourBitWeight:

@@ -1,26 +1,38 @@
 """A product with a 4-bit weight. Each tile of the weight is unpacked before the tensor cores multiply it.
 
-Programs compute the tiles as in product.py, and one program sums the whole depth of a tile. With few rows, tiles are
-small, so that many programs read the weight at the same time. Reading the weight limits the speed of a decode. The
-batch-invariant mode uses one tile shape for any number of rows.
+Programs compute the tiles as in product.py, and one program sums the whole depth of a tile. Reading the weight limits
+the speed of a decode, so with few rows tiles have few outputs but more depth, and several programs may divide the depth
+of a tile (split K). The last program to finish adds the parts in the order of their depth, so the result does not
+depend on which program is last (see attention_decode.py). The batch-invariant mode uses one tile shape for any number
+of rows, and never divides the depth.
 """
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from trioserve_kernels.four_bits import FourBitWeight
-from trioserve_kernels.triton.product import find_rows, group_tiles, tile_programs
+from trioserve_kernels.triton.product import find_rows, group_tiles, program_count, tile_programs
 
 __all__ = ["four_bit_product", "four_bit_product_kernel"]
 
 FEW_ROWS = 16
 FEW_TILE = (16, 32)  # number of rows and outputs of a tile, if there are few rows
 TILE = (64, 128)
+FEW_DEPTH_BLOCK = 128  # 64 bytes of each output
 DEPTH_BLOCK_MAX = 64
 STAGES = 3
+SPLITS_MAX = 8
+SPLIT_BLOCKS_MIN = 2  # depth blocks of one part
+FEW_PROGRAMS = (
+    8  # Programs of a multiprocessor, which have 48 KiB in flight. The depth is divided to reach this number.
+)
+COUNTERS = 4_096  # tiles of one launch whose depth is divided
 
 
 @triton.jit
@@ -29,8 +41,8 @@ def _unpack(codes, scale, start, IS_MXFP4: tl.constexpr, HAS_MIN: tl.constexpr):
 
     Args:
         codes: uint8 [bytes, OUTPUT_BLOCK], below 16.
-        scale: [OUTPUT_BLOCK]. In MXFP4, uint8: a power of 2.
-        start: minimums [OUTPUT_BLOCK], if HAS_MIN.
+        scale: [bytes, OUTPUT_BLOCK]. In MXFP4, uint8: a power of 2.
+        start: minimums [bytes, OUTPUT_BLOCK], if HAS_MIN.
         IS_MXFP4: codes are numbers in e2m1.
         HAS_MIN: a value is scale * code + start.
     """
@@ -42,11 +54,25 @@ def _unpack(codes, scale, start, IS_MXFP4: tl.constexpr, HAS_MIN: tl.constexpr):
         code = codes.to(tl.int32)
         exponent, mantissa = (code >> 1) & 3, code & 1
         doubled = tl.where(exponent > 0, (2 + mantissa) << exponent >> 1, mantissa)
-        return tl.where(code >= 8, -doubled, doubled).to(tl.float32) * (first * second)[None, :]
-    factor = scale.to(tl.float32)[None, :]
+        return tl.where(code >= 8, -doubled, doubled).to(tl.float32) * (first * second)
+    factor = scale.to(tl.float32)
     if HAS_MIN:
-        return codes.to(tl.float32) * factor + start.to(tl.float32)[None, :]
+        return codes.to(tl.float32) * factor + start.to(tl.float32)
     return codes.to(tl.float32) * factor + factor * -8.0
+
+
+@triton.jit
+def _of_bytes(numbers, group, channel, is_output, stride, GROUP_BYTES: tl.constexpr, BYTES: tl.constexpr):
+    """Return the scale or minimum of each byte, [BYTES, OUTPUT_BLOCK]. It is read once for each group."""
+    GROUPS: tl.constexpr = BYTES // GROUP_BYTES
+    OUTPUTS: tl.constexpr = channel.shape[0]
+    found = group + tl.arange(0, GROUPS)
+    read = tl.load(
+        numbers + channel[None, :] * stride + found[:, None],
+        mask=is_output[None, :] & (found < stride)[:, None],
+        other=0,
+    )
+    return tl.broadcast_to(read[:, None, :], (GROUPS, GROUP_BYTES, OUTPUTS)).reshape(BYTES, OUTPUTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -58,6 +84,8 @@ def four_bit_product_kernel(
     mins,
     bias,
     ends,
+    parts,
+    arrivals,
     rows,
     outputs,
     depth,
@@ -74,17 +102,21 @@ def four_bit_product_kernel(
     ROW_BLOCK: tl.constexpr,
     OUTPUT_BLOCK: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     # Program n computes every tile with index n modulo the number of programs. Tiles of the same outputs are adjacent.
-    # DEPTH_BLOCK is never larger than a GROUP of values, so all values of a block have the same scale. GROUPS counts
-    # groups of rows as in product_kernel.
+    # GROUPS counts groups of rows as in product_kernel. With SPLITS above 1, an index names a part of a tile. Sums of
+    # parts are float32 [SPLITS, rows, outputs] in `parts`. `arrivals` counts a tile's parts and is 0 after a launch.
     if GROUPS:
         tile_ends = group_tiles(ends, GROUPS, GROUP_BLOCK, ROW_BLOCK)
         row_tiles = tl.max(tile_ends, 0)
     else:
         row_tiles = tl.cdiv(rows, ROW_BLOCK)
     tiles = row_tiles * tl.cdiv(outputs, OUTPUT_BLOCK)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    split_depth = tl.cdiv(tl.cdiv(depth, DEPTH_BLOCK), SPLITS) * DEPTH_BLOCK
+    GROUP_BYTES: tl.constexpr = min(GROUP, DEPTH_BLOCK) // 2
+    for index in range(tl.program_id(0), tiles * SPLITS, tl.num_programs(0)):
+        tile, split = index // SPLITS, index % SPLITS
         if GROUPS:
             group, first, end = find_rows(ends, tile_ends, tile % row_tiles, GROUP_BLOCK, ROW_BLOCK)
         else:
@@ -97,7 +129,7 @@ def four_bit_product_kernel(
         # Number of the value in the byte's low half. The high half has number + 16.
         number = byte // 16 * 32 + byte % 16
         total = tl.zeros([ROW_BLOCK, OUTPUT_BLOCK], tl.float32)
-        for begin in range(0, depth, DEPTH_BLOCK):
+        for begin in range(split * split_depth, tl.minimum((split + 1) * split_depth, depth), DEPTH_BLOCK):
             place = begin + number
             inside = place < depth
             both = tl.load(
@@ -105,9 +137,10 @@ def four_bit_product_kernel(
                 mask=is_output[None, :] & inside[:, None],
                 other=0,
             )
-            scale = tl.load(scales + channel * scale_stride + begin // GROUP, mask=is_output, other=0)
+            group_index = begin // GROUP
+            scale = _of_bytes(scales, group_index, channel, is_output, scale_stride, GROUP_BYTES, DEPTH_BLOCK // 2)
             if HAS_MIN:
-                start = tl.load(mins + channel * scale_stride + begin // GROUP, mask=is_output, other=0)
+                start = _of_bytes(mins, group_index, channel, is_output, scale_stride, GROUP_BYTES, DEPTH_BLOCK // 2)
             else:
                 start = scale  # unused
             lower_factors = _unpack(both & 15, scale, start, IS_MXFP4, HAS_MIN)
@@ -118,13 +151,45 @@ def four_bit_product_kernel(
             upper = tl.load(numbers + 16, mask=seen, other=0.0)
             total = tl.dot(lower, lower_factors.to(lower.dtype), total, input_precision="tf32x3")
             total = tl.dot(upper, upper_factors.to(upper.dtype), total, input_precision="tf32x3")
+        stored = (row < end)[:, None] & is_output[None, :]
+        is_last = True
+        if SPLITS > 1:
+            place = row[:, None] * outputs + output[None, :]
+            tl.store(parts + split * rows.to(tl.int64) * outputs + place, total, mask=stored)
+            # All threads of the program have written their sums before one thread publishes them with the count.
+            tl.debug_barrier()
+            is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
+            if is_last:
+                tl.store(arrivals + tile, 0)
+                total = tl.zeros([ROW_BLOCK, OUTPUT_BLOCK], tl.float32)
+                for part in range(SPLITS):
+                    # The loads bypass the first-level cache, which may hold numbers of an earlier launch.
+                    source = parts + part * rows.to(tl.int64) * outputs + place
+                    total += tl.load(source, mask=stored, other=0.0, cache_modifier=".cg")
         if HAS_BIAS:
             total += tl.load(bias + channel, mask=is_output, other=0.0).to(tl.float32)[None, :]
         tl.store(
             result + row[:, None] * result_stride + output[None, :],
             total.to(result.dtype.element_ty),
-            mask=(row < end)[:, None] & is_output[None, :],
+            mask=stored & is_last,
         )
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Return the counters of a device, which are 0 between launches. All launches run on one CUDA stream."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def _splits(values: Tensor, outputs: int) -> int:
+    """Return the number of programs that divide the depth of a tile with few rows: a power of 2."""
+    tiles = triton.cdiv(outputs, FEW_TILE[1])
+    if tiles > COUNTERS:
+        return 1
+    wanted = program_count(values.device, FEW_PROGRAMS) // tiles
+    possible = values.shape[1] // (FEW_DEPTH_BLOCK * SPLIT_BLOCKS_MIN)
+    most: int = max(1, min(wanted, possible, SPLITS_MAX))
+    return 1 << most.bit_length() - 1
 
 
 def four_bit_product(
@@ -155,8 +220,13 @@ def four_bit_product(
     result = values.new_empty(rows, outputs)
     if not rows:
         return result
-    tile = FEW_TILE if rows <= FEW_ROWS * groups and not batch_invariant else TILE
-    four_bit_product_kernel[(tile_programs(values, outputs, ends, tile),)](
+    has_few_rows = rows <= FEW_ROWS * groups and not batch_invariant
+    tile = FEW_TILE if has_few_rows else TILE
+    # A mixture has enough tiles, because each row has several experts.
+    splits = _splits(values, outputs) if has_few_rows and ends is None else 1
+    parts = values.new_empty(splits, rows, outputs, dtype=torch.float32) if splits > 1 else result
+    programs = triton.cdiv(outputs, tile[1]) * splits if splits > 1 else tile_programs(values, outputs, ends, tile)
+    four_bit_product_kernel[(programs,)](
         result,
         values,
         weight.codes,
@@ -164,6 +234,8 @@ def four_bit_product(
         weight.scales if weight.mins is None else weight.mins,
         values if bias is None else bias,
         weight.codes if ends is None else ends,
+        parts,
+        _arrivals(values.device) if splits > 1 else weight.codes,
         rows,
         outputs,
         depth,
@@ -179,7 +251,8 @@ def four_bit_product(
         GROUP_BLOCK=triton.next_power_of_2(groups),
         ROW_BLOCK=tile[0],
         OUTPUT_BLOCK=tile[1],
-        DEPTH_BLOCK=min(weight.group, DEPTH_BLOCK_MAX),
+        DEPTH_BLOCK=FEW_DEPTH_BLOCK if has_few_rows else min(weight.group, DEPTH_BLOCK_MAX),
+        SPLITS=splits,
         num_warps=4,
         num_stages=STAGES,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trioserve_kernels import triton
 from trioserve_kernels.four_bits import FourBitWeight
-from trioserve_kernels.triton import invariant
+from trioserve_kernels.triton import four_bit_product, invariant
 from trioserve_kernels.triton.four_bit_product import FEW_ROWS, TILE
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # as in conftest.py
@@ -101,3 +101,25 @@ def test_kernel_unpacks_every_code_and_scale_of_mxfp4(device: str) -> None:
     weight = FourBitWeight(codes[is_finite], scales[is_finite], None)
     got = triton.four_bit_linear(torch.eye(32, device=device), weight, None)
     torch.testing.assert_close(got, wanted[is_finite].T, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("programs", (2, 4, 64))
+@pytest.mark.parametrize("group, kind", ((128, "minimum"), (32, "mxfp4")))
+def test_programs_divide_the_depth_of_a_product_with_few_rows(
+    programs: int,
+    group: int,
+    kind: str,
+    numbers: Callable[..., Tensor],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every launch leaves the counters at 0. A repeated product has the same bits."""
+    monkeypatch.setattr(four_bit_product, "program_count", lambda *_: programs)
+    weight = weight_of(40, 1152, group, kind, device=device)
+    values, bias = numbers(5, 1152), numbers(40, seed=2)
+    assert four_bit_product._splits(values, 40) == {2: 1, 4: 2, 64: 4}[programs]
+    wanted = values.double() @ weight.numbers(torch.float32).double().T + bias.double()
+    got = [triton.four_bit_linear(values, weight, bias) for _ in range(2)]
+    torch.testing.assert_close(got[0].double(), wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(*got)
+    assert not four_bit_product._arrivals(values.device).any()
