@@ -18,6 +18,9 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.extras import install_command
 from trioserve.model import device
 from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.default_model import find_default_model
+from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.settings import ModelSettings
 from trioserve_kernels import build
 
 SIZING = Path(__file__).parents[2] / "docs" / "guides" / "sizing.md"
@@ -101,6 +104,28 @@ def test_doctor_computes_the_memory_of_a_model_without_reading_its_weights(tmp_p
     config = open_checkpoint(tmp_path / "tiny").config
     tokens = 2**28 // device.kv_block_bytes(config, 16, "bfloat16") * 16
     assert f"{tokens:,} tokens" in model_lines(str(tmp_path / "tiny"))["by default"]
+
+
+@pytest.mark.parametrize(
+    ("block_type", "kept_bytes"), [("MXFP4", 17 * 64), ("Q4_0", 18 * 64), ("Q4_F32", 24 * 64), ("Q8_0", 0)]
+)
+def test_doctor_says_which_weights_stay_quantized_on_a_gpu(block_type: str, kept_bytes: int):
+    """A quantized matrix of 64 blocks of 32 numbers, and one plain matrix of 1,024 numbers."""
+    pytest.importorskip("torch")
+    mebi = 2**20
+
+    def stored(name: str, rows: int, kind: str | None) -> StoredTensor:
+        return StoredTensor(name, (rows * mebi, 1), "float32", lambda _: pytest.fail("read"), bytes, kind)
+
+    class Opened:
+        config = open_checkpoint(find_default_model("smollm2")).config
+
+        def tensors(self) -> Any:
+            return iter((stored("a.weight", 64 * 32, block_type), stored("b.weight", 1024, None)))
+
+    [finding] = doctor._weights_on_gpu(Opened(), ModelSettings())  # type: ignore[arg-type]
+    kept, expanded = kept_bytes / 1024, 0 if kept_bytes else 4
+    assert finding.what == f"{kept:.3g} GiB stay in 4 bits with Triton, {expanded} GiB are expanded to bfloat16"
 
 
 def test_doctor_reports_a_model_that_does_not_fit_into_memory(monkeypatch: Any):

@@ -135,6 +135,7 @@ def model_findings(name: str) -> Iterator[Finding]:
     context = f"{config.layer_count} layers, {config.context_tokens_max:,} tokens of context"
     yield Finding("model", "ok", f"{name}: {config.family}, {context}")
     yield from _fixed_memory(weight_bytes, how, fixed_bytes, free_bytes)
+    yield from _weights_on_gpu(checkpoint, settings)
     plain, small = (kv_block_bytes(config, 1, dtype, kind) for kind in ("plain", "int8"))
     yield Finding(
         "KV cache",
@@ -159,6 +160,28 @@ def _weights(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype) -> t
     if supported_levels() and settle_quantization(settings.quantization, block_types, dtype=dtype) == "file":
         return sum(file.stat().st_size for file in checkpoint.files), ", as in the file"
     return sum(math.prod(tensor.shape) for tensor in tensors) * VALUE_BYTES[dtype], f" in {dtype}"
+
+
+def _weights_on_gpu(checkpoint: Checkpoint, settings: ModelSettings) -> Iterator[Finding]:
+    """Say which quantized weights Triton's kernels keep on a GPU, with their bytes. No line if none are quantized."""
+    tensors = list(checkpoint.tensors())
+    if not has_torch() or all(tensor.block_type is None for tensor in tensors):
+        return
+    from trioserve_kernels.four_bits import kept_bytes
+
+    dtype = pick_dtype(checkpoint.config, settings, "cuda")
+    kept = expanded = 0
+    for tensor in tensors:
+        if tensor.block_type is None:
+            continue
+        count = math.prod(tensor.shape)
+        packed = None if dtype == "float32" else kept_bytes(tensor.block_type, count)
+        if packed is None:
+            expanded += count * VALUE_BYTES[dtype]
+        else:
+            kept += packed
+    what = f"{_gib(kept)} stay in 4 bits with Triton, {_gib(expanded)} are expanded to {dtype}"
+    yield Finding("weights on a GPU", "ok", what)
 
 
 def _fixed_memory(weight_bytes: int, how: str, fixed_bytes: int, free_bytes: int) -> Iterator[Finding]:
