@@ -108,7 +108,7 @@ class IdleWatch(trio.abc.Instrument):
     def check(self) -> None:
         """Assert that the time has never advanced while a request waited for an event that never comes.
 
-        This check is a separate call, since an instrument must not raise.
+        This check is a separate call, since a Trio instrument must not raise.
         """
         assert self._violation is None, self._violation
 

@@ -63,11 +63,11 @@ class ExpectedIteration:
         place: "line" if the request is in the queue, "slot" if it has a slot, "kept" if it was preempted and its latent
             is kept.
         left_out: number of consecutive steps of its phase that did not compute the request while it had a slot.
-        has_had_turn: whether the request was computed since it got its current slot.
+        has_had_turn: True if the request was computed since it got its current slot.
         stood_still: number of consecutive steps that did not compute the request while it was the first of all requests
             and had a slot or could have had one.
         preempted_count: how often the request lost its slot.
-        is_computed: whether the step in flight computes the request.
+        is_computed: True if the step in flight computes the request.
     """
 
     def __init__(self, request: IterativeRequest, arrival_index: int) -> None:
@@ -301,7 +301,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
     Attributes:
         live: expected state of each request that has not ended, in order of arrival.
         plan: the step in flight.
-        is_computed: whether the forward pass of `plan` has ended. An abandoned forward pass ends without a result.
+        is_computed: True if the forward pass of `plan` has ended. An abandoned forward pass ends without a result.
     """
 
     def __init__(self, world: IterativeWorld, *, trace: Trace | None = None) -> None:

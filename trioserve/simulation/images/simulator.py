@@ -109,7 +109,7 @@ FAILED = "the simulation made this image fail"
 
 
 class ImagesSimulation(TracedRun):
-    """One run of one plan.
+    """Runs one plan.
 
     Args:
         plan: the plan.
@@ -385,7 +385,7 @@ class ImagesSimulation(TracedRun):
 
         Args:
             plan: the step.
-            is_abandoned: whether no request needs the result of the step any more.
+            is_abandoned: True if no request needs the result of the step any more.
 
         Raises:
             RuntimeError: the plan lets this step break the engine.

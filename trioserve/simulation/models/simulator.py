@@ -59,9 +59,9 @@ class ModelRecord:
         waiting: requests that wait.
         running: requests with a lease.
         since: time of the last change of `state`.
-        is_asked: whether an operator requested a load that has not ended.
+        is_asked: True if an operator requested a load that has not ended.
         wanted_since: time from which on requests or an operator have waited without a break.
-        must_unload: whether an operator requested to unload the model.
+        must_unload: True if an operator requested to unload the model.
         blocked_until: time before which a failed load is not repeated.
     """
 

@@ -95,9 +95,9 @@ class PairHost:
         listener_at: returns the listener of a host, or None if the host does not listen.
 
     Attributes:
-        is_up: whether the engine exists. A stopped engine exists too.
-        is_stopped: whether the engine is stopped and does nothing.
-        refuses: whether the engine will refuse the next request.
+        is_up: True if the engine exists. A stopped engine exists too.
+        is_stopped: True if the engine is stopped and does nothing.
+        refuses: True if the engine will refuse the next request.
     """
 
     def __init__(
@@ -411,7 +411,7 @@ class PairRouter:
 
         Args:
             stage: the stage.
-            is_refused: whether the engine refused the stage.
+            is_refused: True if the engine refused the stage.
         """
         client = stage.client
         if client.state != "open" or client.stage is not stage:

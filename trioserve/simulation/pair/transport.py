@@ -47,8 +47,8 @@ class Connection:
     Attributes:
         ways: messages in each direction, by the receiving party.
         patience: time at which an end gives up, by its party.
-        is_open: whether neither party has closed the connection.
-        is_dead: whether all messages are lost without notice.
+        is_open: True if neither party has closed the connection.
+        is_dead: True if all messages are lost without notice.
     """
 
     def __init__(self, ends: dict[str, End]) -> None:

@@ -1,4 +1,4 @@
-"""Plans for a simulation of an engine with ranks: requests of clients, calls of operators, and harm to ranks.
+"""Plans for a simulation of an engine with ranks: requests of clients, calls of operators, and faults of ranks.
 
 A plan is drawn from a seed before the run. An injected fault (Harm) has no fixed time. It happens at a moment of a
 rank's work, so that it hits every kind of work.

@@ -83,7 +83,7 @@ class PlayedOpening:
         noting: returns a context manager that records failed checks.
 
     Attributes:
-        is_open: whether an engine uses the ranks.
+        is_open: True if an engine uses the ranks.
         failure: the error that the group has reported.
         failed_at: time at which the group reported the error.
         closed_at: time at which the engine closed the group.
@@ -161,7 +161,7 @@ class PlayedOpening:
 
     async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
         self._come[rank.number, moment] += 1
-        # Reading weights has no time limit, so the group would notice pending harm too late. That harm waits for
+        # Reading weights has no time limit, so the group would notice a pending fault too late. That fault waits for
         # another moment.
         due = [] if moment in REPLACING else self._pending.pop(rank.number, [])
         for harm in self._harms:
@@ -224,7 +224,7 @@ class PlayedOpening:
         self._tell(f"{rank.name} writes {path}")
 
     def note_end(self) -> None:
-        """Record that a rank is gone. After `notice_seconds`, the other ranks notice it."""
+        """Record that a rank has ended. After `notice_seconds`, the other ranks notice it."""
         seconds = self.stage.notice_seconds
         if seconds is not None:
             self._nursery.start_soon(self._come_apart, seconds)
@@ -240,10 +240,10 @@ class PlayedOpening:
             self._pending.setdefault(rank.number, []).append(harm)
 
     def _strike(self, harm: Harm, rank: PlayedRank) -> bool:
-        """Do harm that may happen at any time.
+        """Inject a fault that may happen at any time.
 
         Returns:
-            False if this kind of harm must wait until the rank reaches the next moment of its work.
+            False if this kind of fault must wait until the rank reaches the next moment of its work.
         """
         if rank.is_over:
             return True
@@ -324,10 +324,10 @@ class PlayedOpening:
         return message.startswith(tuple(f"{name} {one}" for one in how))
 
     def check_reported(self, *, is_engine_over: bool) -> None:
-        """Check that the group noticed all harm in time, and notified all ranks of each abandoned step.
+        """Check that the group noticed all faults in time, and notified all ranks of each abandoned step.
 
         Args:
-            is_engine_over: whether the engine has ended.
+            is_engine_over: True if the engine has ended.
         """
         now = trio.current_time()
         if self.failure is None and self.closed_at == math.inf:

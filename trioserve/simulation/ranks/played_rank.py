@@ -132,7 +132,7 @@ class MemoryConnection:
         piece_bytes: maximum number of bytes that the server receives at a time.
 
     Attributes:
-        is_closed: whether the server has closed the connection.
+        is_closed: True if the server has closed the connection.
     """
 
     def __init__(self, pipe_bytes: int, piece_bytes: int) -> None:
@@ -285,7 +285,7 @@ class PlayedGroup(Protocol):
         Args:
             rank: the rank.
             serial: serial of the step.
-            view: whether this rank knows that the step is abandoned.
+            view: True if this rank knows that the step is abandoned.
 
         Returns:
             True if any rank knows that the step is abandoned.
@@ -320,7 +320,7 @@ class PlayedGroup(Protocol):
         """
 
     def note_end(self) -> None:
-        """Record that a rank is gone. Other ranks may notice it later."""
+        """Record that a rank has ended. Other ranks may notice it later."""
 
     def refusal(self, rank: PlayedRank, path: str) -> str | None:
         """Return the reason why a rank refuses weights.
@@ -383,7 +383,7 @@ class PlayedRank:
     Attributes:
         process: the rank's process. None: the rank is on another machine.
         stray: harm that changes the rank's next digest, or None.
-        is_over: whether the rank has stopped working for good.
+        is_over: True if the rank has stopped working for good.
         weights: path of the rank's weights. None: the weights from the start, or weights that are being written.
     """
 

@@ -122,7 +122,7 @@ def bounded_clock(seconds_max: float, is_bounded: Callable[[], bool]) -> MockClo
 
 
 class RanksSimulation(TracedRun):
-    """One run of one plan.
+    """Runs one plan.
 
     Args:
         plan: the plan.

@@ -304,7 +304,9 @@ class SimulatedEndpoint:
         return number in self.running
 
     def go(self, number: int) -> int | None:
-        """Remove a request that was served, or whose router or client is gone. The request may not have arrived yet.
+        """Remove a request that was served, whose router has stopped, or whose client has left.
+
+        The request may not have arrived yet.
 
         Args:
             number: the request.
@@ -338,7 +340,7 @@ class RoutersRow(msgspec.Struct, frozen=True, kw_only=True):
     """Results of one history, as a row of a table.
 
     Attributes:
-        dies: whether one router dies and comes back.
+        dies: True if one router dies and comes back.
         requests: number of requests that got a seat.
         wait_p50: median seconds from arrival at a router to a seat at an endpoint.
         wait_p99: 99th percentile of the seconds from arrival to a seat.

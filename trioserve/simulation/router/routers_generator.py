@@ -107,7 +107,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
         service_seconds: mean duration of a request. Durations have an exponential distribution.
         seconds: duration of the traffic.
         busy_weight: request rate of the first router, as a multiple of the rate of each other router.
-        dies: whether one router dies in the middle, and comes back later.
+        dies: True if one router dies in the middle, and comes back later.
     """
 
     load: float = 0.9

@@ -37,7 +37,7 @@ class RoutersWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         seats: number of sequences that can run at an endpoint. Further sequences wait inside the endpoint.
         leases_max: maximum number of leases at an endpoint. The limit holds for all routers together if `shares` is
             True, and otherwise for each router.
-        shares: whether the routers know each other and share the limits.
+        shares: True if the routers know each other and share the limits.
         reports: "asked": each router asks for the load every `report_seconds`. "pushed": an endpoint sends its load
             when the load has changed, as often as a real endpoint does.
         wire_seconds: network latency in one direction.

@@ -226,7 +226,7 @@ class HttpServer:
             )
 
     def check_over(self) -> None:
-        """Check the rules that must hold after all clients are gone."""
+        """Check the rules that must hold after all clients have left."""
         counters = self._server.counters()
         failed = (counters.exchanges_failed_total, counters.connections_failed_total)
         assert failed == (0, 0), f"exchanges and connections that failed by a fault of the server: {failed}"

@@ -327,7 +327,7 @@ class Lending:
         assert least <= claimed <= most, f"{claimed} bytes of images are in use, expected are {least} to {most}"
 
     def check_end(self, fake: FakeEngine) -> None:
-        """Check the rules that must hold after all clients are gone.
+        """Check the rules that must hold after all clients have left.
 
         Args:
             fake: the engine.

@@ -296,7 +296,7 @@ class Pauses(trio.abc.Instrument):
             self._admitted = {choice.sequence_id for request in begun for choice in request.choices}
             fake = self.engine
             assert fake is not None
-            # The core may also still have sequences whose client is gone.
+            # The core may also still have sequences whose client has left.
             self._admitted |= {live.request.id for live in fake.current_core.live_requests()}
 
     def _close(self, fake: HaltedEngine) -> None:
@@ -343,7 +343,7 @@ class Pauses(trio.abc.Instrument):
     def _settle(self, fake: HaltedEngine) -> None:
         """Record that running requests may have ended.
 
-        Requests whose client is gone and that the step in flight computes do not count as running.
+        Requests whose client has left and that the step in flight computes do not count as running.
         """
         if self.state == "drains":
             lives = list(fake.current_core.live_requests())

@@ -4,7 +4,7 @@ Clients use HTTP (http_clients.py) or the engine directly. They read slowly, dis
 abort by id and drain. The engine may break.
 
 The core is checked whenever a task uses it. Each client checks what it receives: the reference tokens in order, at most
-one end per choice, and nothing after an abort. After a client is gone, no further step may compute its sequences.
+one end per choice, and nothing after an abort. After a client has left, no further step may compute its sequences.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ BROKEN = "the simulation broke the engine"
 
 
 class StackSimulation(TracedRun):
-    """One run of one plan.
+    """Runs one plan.
 
     Args:
         plan: the plan.
@@ -446,7 +446,7 @@ class StackSimulation(TracedRun):
         assert fake is not None
         assert http is not None
         self.check(fake)
-        # A client may be gone since this step was planned ahead. This step is then the last one that computes its
+        # A client may have left after this step was planned ahead. This step is then the last one that computes its
         # sequences.
         http.check_step((chunk.request.id for chunk in plan.chunks), fake.steps.handed_over_at)
         self.count("steps planned ahead" if plan.is_ahead else "steps")

@@ -1,4 +1,4 @@
-"""Plans for a simulation of streams, background responses and batches that continue after their client is gone.
+"""Plans for a simulation of streams, background responses and batches that continue after their client has left.
 
 A plan is drawn from a seed before the run. Its times are on a coarse grid, so that many events happen at the same time
 and the order of tasks matters.

@@ -1,4 +1,4 @@
-"""Runs streams, background responses and batches that continue after their client is gone, in virtual time.
+"""Runs streams, background responses and batches that continue after their client has left, in virtual time.
 
 Only the model, the network and the clock are fakes. Readers of streams disconnect and come back, responses run in the
 background, callers try to read the streams of other owners, and the server shuts down. A _Book records the received
@@ -82,7 +82,7 @@ class _Book:
 
 
 class StoredSimulation(TracedRun):
-    """One run of one plan.
+    """Runs one plan.
 
     Args:
         plan: the plan.

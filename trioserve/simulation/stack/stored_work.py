@@ -46,7 +46,7 @@ class StoredWork:
         left_at: returns the time at which the server began to shut down, or inf before that.
 
     Attributes:
-        is_restarted: whether another server starts with the same store.
+        is_restarted: True if another server starts with the same store.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class StoredWork:
     # --- End of the run ---
 
     async def check_end(self, server: MemoryServer) -> None:
-        """Check that final states have not changed, and are written if the disk has room. All clients must be gone.
+        """Check that final states have not changed, and are written if the disk has room. All clients must have left.
 
         Args:
             server: the server.
