@@ -176,10 +176,10 @@ class RequestContext(EngineContext):
             tokens_max=self.engine.model.context_tokens_max,
             default_tokens_max=self.engine.default_sampling.max_tokens,
         )
-        tenant = self.named_tenant
+        named_tenant = self.named_tenant
         self.caller.check_priority(body.priority)
-        identity = self.caller.tenant(tenant)
-        named = session_name(self.exchange.headers, body, identity=identity, owner=self.owner)
+        tenant, owner = self.caller.tenant(named_tenant), self.owner
+        named = session_name(self.exchange.headers, body, identity=tenant, owner=owner)
         if self.session is not None and named is not None and named.retention is not None:
             self.session.retain(named.retention)
         stream = self.engine.generate(
@@ -187,11 +187,11 @@ class RequestContext(EngineContext):
             sampling,
             request_id=self.request_id,
             priority=max(body.priority or 0, self.priority_least),
-            cache_salt=self.caller.cache_salt(body.cache_salt, tenant),
+            cache_salt=self.caller.cache_salt(body.cache_salt, named_tenant),
             add_special_tokens=add_special_tokens,
             deadlines=deadlines,
-            owner=self.owner,
-            tenant=self.caller.tenant(tenant),
+            owner=owner,
+            tenant=tenant,
             kv_transfer=body.kv_transfer_params,
             cut=cut,
             resume=resume,
