@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from trioserve.api.generation import PARTIAL_FINISH, Usage
 from trioserve.api.openai.response_types import ChatToken
@@ -301,9 +301,23 @@ class ResponseEvents:
         added = self._add_item(item)
         return [*events, added, self._item_event(f"{kind.part_event}.added", opened, **kind.place, part=part)]
 
-    def _add_text(self, opened: _OpenText, text: str, **fields: Any) -> ResponseEvent:
+    def _add_text(
+        self, opened: _OpenText, text: str, *, logprobs: list[ChatToken] | UnsetType = UNSET
+    ) -> ResponseEvent:
+        # Built without the helpers below, which take a fifth of the time of an event.
         opened.pieces.append(text)
-        return self._item_event(f"{opened.kind.text_event}.delta", opened, **opened.kind.place, delta=text, **fields)
+        kind, number = opened.kind, self._number
+        self._number = number + 1
+        return ResponseEvent(
+            type=kind.delta_event,
+            sequence_number=number,
+            item_id=opened.item.id,
+            output_index=opened.index,
+            content_index=kind.content_index,
+            summary_index=kind.summary_index,
+            delta=text,
+            logprobs=logprobs,
+        )
 
     def _close_text(self, status: ItemStatus) -> list[ResponseEvent]:
         opened, self._text = self._text, None
@@ -414,22 +428,39 @@ _Part = OutputTextPart | ReasoningTextPart | SummaryTextPart
 
 
 class _TextKind(NamedTuple):
-    """Where events report the text of an item.
+    """Where events report the text of an item. An item of this server has one part, so one of the indices is 0.
 
     Attributes:
         text_event: Beginning of the types of events about the text.
         part_event: Beginning of the types of events about the item's part.
-        place: Field with the part's index. An item of this server has one part.
+        delta_event: Type of events with a piece of the text.
+        content_index: Index of the part in `content`.
+        summary_index: Index of the part in `summary`.
     """
 
     text_event: str
     part_event: str
-    place: dict[str, int]
+    delta_event: Literal[
+        "response.output_text.delta", "response.reasoning_text.delta", "response.reasoning_summary_text.delta"
+    ]
+    content_index: int | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET
+
+    @property
+    def place(self) -> dict[str, int | UnsetType]:
+        return {"content_index": self.content_index, "summary_index": self.summary_index}
 
 
-_MESSAGE = _TextKind("response.output_text", "response.content_part", {"content_index": 0})
-_REASONING = _TextKind("response.reasoning_text", "response.content_part", {"content_index": 0})
-_SUMMARY = _TextKind("response.reasoning_summary_text", "response.reasoning_summary_part", {"summary_index": 0})
+_MESSAGE = _TextKind("response.output_text", "response.content_part", "response.output_text.delta", content_index=0)
+_REASONING = _TextKind(
+    "response.reasoning_text", "response.content_part", "response.reasoning_text.delta", content_index=0
+)
+_SUMMARY = _TextKind(
+    "response.reasoning_summary_text",
+    "response.reasoning_summary_part",
+    "response.reasoning_summary_text.delta",
+    summary_index=0,
+)
 
 
 class _OpenText:
