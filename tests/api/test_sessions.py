@@ -190,6 +190,9 @@ async def test_session_describes_its_turns(autojump_clock: trio.testing.MockCloc
         retained_count = server.engine.stats().blocks_retained
         assert retained_count > 100 // server.engine.core.settings.block_size
         [shown] = (await (await server.client().get("/v1/sessions")).json())["data"]
+        with server.engine.live_feed.watching():
+            stats = server.engine.live_feed.snapshot(None).stats
+        assert (stats["sessions"], stats["retained_blocks"]) == (1, shown["blocks"])
         assert shown == {
             "id": "mine",
             "object": "session",

@@ -116,6 +116,13 @@ def test_only_changed_blocks_of_a_hundred_thousand_are_painted(browser: Browser,
     assert width * height >= total * 4, "a cell has at least two pixels each way"
 
 
+def test_figures_show_sessions_what_they_retain_and_websockets(browser: Browser, script: ScriptedServer) -> None:
+    script.snapshot = scripted_snapshot(stats={"sessions": 3, "retained_blocks": 40, "websockets": 2})
+    open_live(browser, script)
+    browser.wait_text("#figures", "Sessions340 blocks retained")
+    browser.wait_text("#figures", "Websockets2open")
+
+
 def test_row_of_a_request_shows_its_phases(browser: Browser, script: ScriptedServer) -> None:
     waiting = scripted_request("r-1", state="waiting", phase="queued", running_at=None, first_token_at=None)
     script.snapshot = scripted_snapshot(requests={"1": {**waiting, "tenant": "acme", "deadline_at": 1030.0}})

@@ -430,6 +430,9 @@ class LiveFeed:
             "generation_tokens_total": metrics.total("generation_tokens_total"),
             "aborts_total": metrics.total("aborts_total"),
             "connections": metrics.total("connections_open"),
+            "websockets": metrics.total("websockets_open"),
+            "sessions": stats.sessions_active + stats.sessions_waiting,
+            "retained_blocks": stats.blocks_retained,
         }
 
     def _steps(self, now: float) -> StepsShown:

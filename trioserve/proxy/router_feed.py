@@ -134,6 +134,7 @@ class RouterFeed:
             "continued_total": stats.continuations_total,
             "moved_total": stats.moves_total,
             "connections": metrics.total("connections_open"),
+            "websockets": metrics.total("websockets_open"),
         }
 
     def _in_flight(self) -> int:

@@ -74,6 +74,8 @@ const FIGURES = [
 	["KV in use", (state) => (state.server.block_count ? percent(taken(state) / state.server.block_count) : null),
 		(state) => `${count(taken(state))} of ${count(state.server.block_count)} blocks`],
 	["Wait in the queue", ...shares("queue_wait")], ["First token", ...shares("ttft")], ["Between tokens", ...shares("itl")],
+	["Sessions", ({ stats }) => (stats.sessions ? count(stats.sessions) : null), ({ stats }) => `${count(stats.retained_blocks)} blocks retained`],
+	["Websockets", ({ stats }) => (stats.websockets ? count(stats.websockets) : null), () => "open"],
 	["Streams continued", ({ stats }) => (stats.continued_total == null ? null : count(stats.continued_total)), ({ stats }) => `${count(stats.moved_total)} moved on purpose`],
 ];
 
