@@ -193,7 +193,12 @@ class ExchangeSlots:
         refusal = self.refusal(is_known=is_known)
         if refusal is not None:
             self._tally.streams_refused_total[refusal] += 1
-            raise Overloaded(TOO_MANY[refusal][1], reason=refusal.value, retry_after_seconds=RETRY_SECONDS)
+            is_full = refusal is StreamRefusal.EXCHANGES_MAX
+            raise Overloaded(
+                TOO_MANY[refusal][1],
+                reason="exchanges_max" if is_full else "unknown_callers",
+                retry_after_seconds=RETRY_SECONDS,
+            )
         self.take(is_known=is_known)
         return partial(self.release, is_known=is_known, is_late=self.is_draining)
 

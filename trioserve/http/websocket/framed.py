@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 GOING_AWAY, POLICY, FAILED = 1001, 1008, 1011
 CLOSE_CODES = frozenset({1000, 1001, 1002, 1003, *range(1007, 1015), *range(3000, 5000)})
-REASON_BYTES_MAX = 123  # A control frame has at most 125 bytes, of which the code takes two.
 # With fewer unsent bytes, `send` does not let other tasks run. After each small event, that would cost as much as the
 # event.
 UNSCHEDULED_BYTES_MAX = 4096
