@@ -13,7 +13,7 @@ from trioserve.contracts.step import StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.settings import CoreSettings
-from trioserve.testing.invariants import check_core
+from trioserve.testing.invariants import check_core, check_idle
 
 BLOCK_SIZE = 4
 
@@ -34,15 +34,16 @@ class Served:
         self.now = 0.0
         self._count = 0
 
-    def add(self, prompt: list[int], session: str | None = None) -> str:
+    def add(self, prompt: list[int], session: str | None = None, *, priority: int = 0, output: int = 1) -> str:
         self._count += 1
         request = EngineRequest(
             id=f"r{self._count}",
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(),
-            output_tokens_max=1,
+            output_tokens_max=output,
             stop_token_ids=frozenset(),
             seed=0,
+            priority=priority,
             session=session,
         )
         self.core.add(request)
@@ -290,3 +291,130 @@ def test_forgotten_prefixes_are_not_retained():
 def test_retention_out_of_range_is_refused(values):
     with pytest.raises(InvalidRequest, match=next(iter(values))):
         Retention(**values)
+
+
+def returning(block_count: int = 12, **settings) -> Served:
+    """Return a core in which the session "agent" waits with four cached blocks, and has returned from two waits."""
+    served = Served(block_count, cold_turn_seconds=60.0, **settings)
+    for blocks in (2, 3, 4):
+        served.turn(prompt(0, blocks), "agent")
+    assert served.core.pool.order.expected_count == 4
+    return served
+
+
+def test_cold_turn_waits_while_it_would_evict_blocks_of_a_session_that_returns_soon():
+    served = returning()
+    served.add(prompt(100, 9), "new")
+    served.run()
+    stats = served.core.stats()
+    assert (stats.waiting_count, stats.turns_deferred_total) == (1, 1)
+    assert served.turn(prompt(0, 5), "agent") == 4 * BLOCK_SIZE, "the warm turn runs first, and has its blocks"
+    served.core.end_session("agent", served.now)
+    served.run()
+    assert served.core.stats().waiting_count == 0
+    assert served.core.next_deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("blocks", "session"), [(8, "new"), (9, None)], ids=["other blocks suffice", "request without a session"]
+)
+def test_turn_starts_at_once(blocks, session):
+    served = returning()
+    served.turn(prompt(100, blocks), session)
+    assert served.core.stats().waiting_count == served.core.stats().turns_deferred_total == 0
+
+
+def test_warm_turn_evicts_blocks_of_other_sessions_at_once():
+    served = returning()
+    served.turn(prompt(100, 4), "other")
+    served.turn(prompt(100, 9), "other")
+    assert served.core.stats().turns_deferred_total == 1, "more than half of the prompt is new"
+    served = returning()
+    served.turn(prompt(100, 5), "other")
+    served.turn(prompt(100, 9), "other")
+    assert served.core.stats().turns_deferred_total == 0
+
+
+def test_turn_that_lost_its_blocks_is_cold():
+    served = returning()
+    served.turn(prompt(100, 4), "other")
+    served.turn(prompt(100, 5), "other")
+    served.turn(prompt(200, 8))
+    assert served.cached(prompt(100, 5)) + served.cached(prompt(0, 4)) == 4
+    lost, start = ("other", 100) if served.cached(prompt(0, 4)) == 4 else ("agent", 0)
+    served.add(prompt(start, 9), lost)
+    served.run()
+    assert served.core.stats().turns_deferred_total == 1
+
+
+def test_cold_turn_starts_after_cold_turn_seconds_even_if_sessions_return():
+    served = returning()
+    served.add(prompt(100, 9), "new")
+    served.run()
+    for _ in range(6):
+        served.now += 9.9
+        assert served.turn(prompt(0, 4), "agent") == 3 * BLOCK_SIZE
+    assert served.core.stats().waiting_count == 1
+    assert served.core.next_deadline() == 60.0
+    served.now = 60.0
+    served.run()
+    assert served.core.stats().waiting_count == 0
+    assert served.cached(prompt(0, 4)) == 3
+
+
+def test_cold_turn_starts_when_no_session_is_expected_any_more():
+    served = returning()
+    served.add(prompt(100, 9), "new")
+    served.run()
+    assert served.core.next_deadline() == 15.0
+    served.now = 15.0
+    served.run()
+    assert served.core.stats().waiting_count == 0
+
+
+def test_abort_ends_a_deferral():
+    served = returning()
+    request_id = served.add(prompt(100, 9), "new")
+    served.run()
+    blocks = served.core.block_states()
+    served.core.abort([request_id], now=served.now)
+    assert served.core.next_deadline() is None
+    assert served.core.block_states() == blocks
+    check_idle(served.core)
+
+
+def test_turn_of_a_better_priority_does_not_wait():
+    served = returning()
+    served.add(prompt(100, 9), "new", priority=-1)
+    served.run()
+    assert served.core.stats().waiting_count == served.core.stats().turns_deferred_total == 0
+
+
+def test_at_most_max_num_seqs_turns_are_deferred():
+    served = returning()
+    for index in range(3):
+        served.add(prompt(100 * index + 100, 9), f"new {index}")
+    served.run()
+    assert served.core.stats().turns_deferred_total == served.core.stats().waiting_count == 2
+    assert served.cached(prompt(0, 4)) == 3, "the third turn has evicted a block of the expected session"
+
+
+def test_first_turns_do_not_wait_for_sessions_of_tenants_that_never_return():
+    served = Served(12, cold_turn_seconds=60.0)
+    for index in range(8):
+        served.turn(prompt(100 * index, 9), f"once {index}")
+    assert served.core.stats().turns_deferred_total == 0
+
+
+def test_deferred_turn_does_not_stop_draft_tokens():
+    served = returning(16, draft_tokens_max=2)
+    served.add(prompt(100, 13), "new")
+    served.add([1, 2, 3, 1, 2, 3, 1, 2], output=8)
+    drafted = 0
+    while (plan := served.core.schedule(served.now)) is not None:
+        drafted += sum(len(chunk.draft) for chunk in plan.chunks)
+        ids = tuple((chunk.start + chunk.count) % 3 + 1 if chunk.samples else None for chunk in plan.chunks)
+        drafts = {chunk.request.id: (9,) * len(chunk.draft) for chunk in plan.chunks if chunk.draft}
+        served.core.update_from_output(plan, StepResult(ids, draft_token_ids=drafts), served.now)
+    assert served.core.stats().turns_deferred_total == 1
+    assert drafted > 0

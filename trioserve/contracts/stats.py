@@ -59,6 +59,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         session_hit_tokens_total: Prompt tokens of these requests that were found there.
         spared_tokens_total: Prompt tokens of any request that were found in spared blocks. Without retention, the
             engine would have computed them again.
+        turns_deferred_total: Cold turns of sessions that waited, so that other sessions kept their blocks.
         evictions_total: Evicted blocks by the class that they had in the eviction order.
     """
 
@@ -93,6 +94,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     session_hits_total: int = 0
     session_hit_tokens_total: int = 0
     spared_tokens_total: int = 0
+    turns_deferred_total: int = 0
     evictions_total: dict[EvictionClass, int] = {}
 
     @property

@@ -212,6 +212,8 @@ class EngineCore:
         """
         assert not self.flights, "a step is in flight"
         self.sessions.advance(now)
+        if self.scheduler.deferred.turns:
+            self.scheduler.deferred.expire(now)
         chunks, lives, admitted, preempted = self.scheduler.fill_step(now)
         if not chunks:
             assert not self.scheduler.running, "requests run but nothing can be computed"
@@ -253,6 +255,8 @@ class EngineCore:
         assert self.settings.draft_tokens_max == 0, "draft tokens of the step in flight are not verified yet"
         assert 1 <= len(self.flights) < STEPS_IN_FLIGHT_MAX, f"{len(self.flights)} steps are in flight"
         self.sessions.advance(now)
+        if self.scheduler.deferred.turns:
+            self.scheduler.deferred.expire(now)
         chunks, lives, admitted = self.scheduler.fill_step_ahead(self.flights.last, now)
         if not chunks:
             return None
@@ -417,7 +421,7 @@ class EngineCore:
         return [] if self.transfers is None else self._resume_without_kv(self.transfers.progress(now), now)
 
     def expire(self, now: float) -> list[EngineEvent]:
-        """End overdue holds and loads. This call is allowed at any moment, and is cheap if nothing is overdue.
+        """End overdue holds, loads and deferrals. This call is allowed at any moment, and cheap if nothing is overdue.
 
         Args:
             now: time in seconds.
@@ -425,13 +429,23 @@ class EngineCore:
         Returns:
             The ends of requests that cannot continue without their KV.
         """
+        if self.scheduler.deferred.turns:
+            self.sessions.advance(now)
+            self.scheduler.deferred.expire(now)
         return [] if self.transfers is None else self._resume_without_kv(self.transfers.expire(now), now)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which expire() must be called, unless the connector's report comes first. None if no hold
-        and no load is pending.
+        """Return the time at which expire() and schedule() must be called, unless the connector's report comes first.
+
+        Returns:
+            The time in seconds. None if no hold and no load is pending, and no turn is deferred.
         """
-        return None if self.transfers is None else self.transfers.next_deadline()
+        deadline = None if self.transfers is None else self.transfers.next_deadline()
+        if not self.scheduler.deferred.turns:
+            return deadline
+        # A deferral also ends when no session is expected any more.
+        ends_at = min(self.scheduler.deferred.next_deadline(), self.sessions.next_change())
+        return ends_at if deadline is None else min(deadline, ends_at)
 
     def notify_hold_ends(self, on_end: Callable[[Hold, bool], None]) -> None:
         """Register a function that is called when the hold on blocks has ended.
@@ -523,6 +537,7 @@ class EngineCore:
             session_hits_total=self.sessions.hits_total,
             session_hit_tokens_total=self.sessions.hit_tokens_total,
             spared_tokens_total=self.pool.order.spared_hits_total * self.settings.block_size,
+            turns_deferred_total=self.scheduler.deferred.total,
             evictions_total=dict(self.pool.order.evictions_total),
         )
 

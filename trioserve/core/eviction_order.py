@@ -42,16 +42,18 @@ class Chain:
         share: the share of the session's tenant. It counts the blocks of this chain that no earlier chain lists.
 
     Attributes:
+        is_expected: True while the session is expected. EvictionOrder.expect changes it.
         listings: the blocks, as EvictionOrder.listings returns them.
         used_at: time of the last turn or hint, in seconds.
         value: time of the last turn or hint plus the bonus, in seconds. The chain with the smallest value is evicted
             first.
     """
 
-    __slots__ = ("listings", "share", "used_at", "value")
+    __slots__ = ("is_expected", "listings", "share", "used_at", "value")
 
     def __init__(self, share: TenantShare) -> None:
         self.share = share
+        self.is_expected = False
         self.listings: list[int] = []
         self.used_at = 0.0
         self.value = 0.0
@@ -142,6 +144,7 @@ class EvictionOrder:
     Attributes:
         now: time of the current call, in seconds. Blocks that become cached count as used at this time.
         retained_count: cached blocks that a chain lists.
+        expected_count: those of them that a chain of an expected session lists.
         spared_count: retained blocks that would be evicted already if only recency counted.
         spared_hits_total: number of times that such a block was used again.
         evictions_total: evicted blocks by class.
@@ -164,11 +167,13 @@ class EvictionOrder:
         self._former_heap: list[tuple[float, int, BlockIndex]] = []
         self._serials = itertools.count()
         self._list_counts = [0] * block_count  # Number of chains that list each block.
+        self._expected_counts = [0] * block_count  # Number of chains of expected sessions that list each block.
         self._share_of: dict[BlockIndex, TenantShare] = {}
         # A block that loses its content gets the next generation. Listings of earlier generations mean nothing.
         self._generations = [0] * block_count
         self._was_hit = bytearray(block_count)  # 1 if the block was used again while it was cached.
         self._ranking = ChainRanking()
+        self.expected_count = 0
         self.spared_hits_total = 0
         self.evictions_total = dict.fromkeys(EvictionClass, 0)
 
@@ -205,6 +210,7 @@ class EvictionOrder:
             block: a block without claims. Of several blocks of a prefix, the last one is added first.
         """
         (self._kept if self._list_counts[block] else self._recent)[block] = self.now
+        self.expected_count += self._expected_counts[block] > 0
 
     def remove(self, block: BlockIndex) -> None:
         """Remove a cached block because it is used again, or because its content is lost.
@@ -216,6 +222,7 @@ class EvictionOrder:
             KeyError: the block is not cached.
         """
         self._was_hit[block] = True
+        self.expected_count -= self._expected_counts[block] > 0
         if block in self._recent:
             del self._recent[block]
         elif block in self._kept:
@@ -237,7 +244,7 @@ class EvictionOrder:
         self._was_hit[block] = False
         if self._list_counts[block]:
             self._generations[block] += 1
-            self._list_counts[block] = 0
+            self._list_counts[block] = self._expected_counts[block] = 0
             self._share_of.pop(block).block_count -= 1
 
     def evict(self) -> BlockIndex:
@@ -311,6 +318,7 @@ class EvictionOrder:
             chain: a chain of this order, or a new one.
             listings: further blocks, all in use.
         """
+        assert not chain.is_expected, "a session with a live request is not expected"
         counts = self._list_counts
         for listing in listings:
             block = BlockIndex(listing % self._block_count)
@@ -320,6 +328,14 @@ class EvictionOrder:
             counts[block] += 1
         chain.listings += listings
 
+    def is_expected(self, block: BlockIndex) -> bool:
+        """Return True if a chain of an expected session lists the block with its current content.
+
+        Args:
+            block: a block in any state.
+        """
+        return self._expected_counts[block] > 0
+
     def is_listed(self, block: BlockIndex) -> bool:
         """Return True if a chain lists the block with its current content.
 
@@ -327,6 +343,30 @@ class EvictionOrder:
             block: a block in any state.
         """
         return self._list_counts[block] > 0
+
+    def expect(self, chain: Chain, *, is_expected: bool) -> None:
+        """Note that a chain's session is expected from now on, or is not expected any more.
+
+        Args:
+            chain: a chain of this order. While its session is expected, it lists no further blocks.
+            is_expected: True if the session is expected.
+        """
+        assert chain.is_expected != is_expected
+        chain.is_expected = is_expected
+        step = 1 if is_expected else -1
+        counts, generations, size, kept, spared = (
+            self._expected_counts,
+            self._generations,
+            self._block_count,
+            self._kept,
+            self._spared,
+        )
+        for listing in chain.listings:
+            block = BlockIndex(listing % size)
+            if generations[block] == listing // size:
+                counts[block] += step
+                if counts[block] == is_expected and (block in kept or block in spared):
+                    self.expected_count += step
 
     def rank(self, chain: Chain) -> None:
         """Note that the value of a chain has changed, or that the chain lists its first blocks.
@@ -388,6 +428,10 @@ class EvictionOrder:
         block = BlockIndex(index)
         if self._generations[block] != generation:
             return None
+        if chain.is_expected:
+            self._expected_counts[block] -= 1
+            if not self._expected_counts[block] and (block in self._kept or block in self._spared):
+                self.expected_count -= 1
         self._list_counts[block] -= 1
         if self._list_counts[block]:
             return None
@@ -404,12 +448,17 @@ class EvictionOrder:
 
     def check(self) -> None:
         """Assert that the counts agree with the chains. The cost is O(blocks + listings), so only tests call this."""
-        counts = [0] * self._block_count
+        counts, expected = [0] * self._block_count, [0] * self._block_count
         for chain in self._ranking:
             for listing in chain.listings:
                 generation, block = divmod(listing, self._block_count)
                 counts[block] += self._generations[block] == generation
+                expected[block] += self._generations[block] == generation and chain.is_expected
         assert counts == self._list_counts, "the chains of blocks are miscounted"
+        assert expected == self._expected_counts, "the chains of expected sessions are miscounted"
+        assert self.expected_count == sum(expected[block] > 0 for block in self.retained_blocks()), (
+            "the cached blocks of expected sessions are miscounted"
+        )
         places = (self._recent, self._kept, self._spared, self._ended, self._former)
         assert len(self) == len({block for place in places for block in place}), "a block is in the order twice"
         for place in places:

@@ -42,6 +42,7 @@ class LiveRequest(RequestLife[EngineRequest]):
         "cached_token_count",
         "chain",
         "computed_count",
+        "deferred_until",
         "drafter",
         "guide",
         "is_pooling",
@@ -72,6 +73,7 @@ class LiveRequest(RequestLife[EngineRequest]):
         self.blocks_wanted = 0
         # Number of later requests that started while there were too few blocks for this request.
         self.overtaken_count = 0
+        self.deferred_until: float | None = None  # Set when the request is deferred as a cold turn for the first time.
         self.chain = PrefixChain(request.cache_salt, request.given)
         self.drafter: Drafter | ModelDraft | None = None  # Created for the request's first draft.
         self.guide = request.guide

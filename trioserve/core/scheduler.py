@@ -8,7 +8,7 @@ first, so a long prompt delays their next token by at most one step.
 A prompt that was started continues before a waiting request starts, even if the waiting request has a better priority.
 The reason is that a started request owns blocks, and frees them only when it finishes. Priorities decide which request
 starts next and which request is preempted. For the same reason, a request whose KV has arrived from another engine
-starts before requests without KV.
+starts before requests without KV. A turn of a session that lost its blocks may be deferred (waiting_queue.py).
 
 Beside decodes, prompts get only so many tokens per step that decodes stay fast (prompt_pace.py). Prompts with few due
 tokens come first, so a short prompt does not wait for a long one. But half of these tokens belong to the first prompt
@@ -42,12 +42,12 @@ from trioserve.core.model_drafts import ModelDrafts
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.core.prompt_pace import PromptPace
 from trioserve.core.request_state import RequestStatus
-from trioserve.core.sessions import Sessions
+from trioserve.core.sessions import Session, Sessions
 from trioserve.core.settings import CoreSettings
 from trioserve.core.state_slots import OwnState, StateSlots
 from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX
 from trioserve.core.transfers import RemoteLoads
-from trioserve.core.waiting_queue import WaitingQueue
+from trioserve.core.waiting_queue import DeferredTurns, WaitingQueue
 
 __all__ = ["Scheduler"]
 
@@ -80,6 +80,7 @@ class Scheduler:
         self.step_tokens_max = settings.step_tokens_max
         self.pace = PromptPace(settings.wide_prompt_stretch)
         self.waiting = WaitingQueue[LiveRequest]()
+        self.deferred = DeferredTurns(settings)
         self.running: dict[RequestId, LiveRequest] = {}
         self.preemptions_total = 0
         self.blocks_given_back_total = 0
@@ -124,7 +125,7 @@ class Scheduler:
                 spans = self._spans(live.state, start, count)
                 chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples, states=spans))
         if self._settings.draft_tokens_max:
-            has_waiting = self._has_waiting()
+            has_waiting = self._has_waiting(besides=len(self.deferred.turns))
             if not has_waiting:
                 self._add_drafts(chunks)
             if self.model_drafts is not None:
@@ -251,6 +252,7 @@ class Scheduler:
             self._release_blocks(live)
         elif not live.blocks:
             self.waiting.remove(live)
+            self.deferred.discard(live)
         else:
             if live.status is RequestStatus.WAITING:
                 assert self._loads is not None
@@ -524,13 +526,13 @@ class Scheduler:
             self.running[live.request.id] = live
         return [live.request.id for live in admission.chosen]
 
-    def _has_waiting(self) -> bool:
-        """Return True if a request waits for a batch slot.
+    def _has_waiting(self, besides: int = 0) -> bool:
+        """Return True if more requests than `besides` wait for a batch slot.
 
         A request that waits for KV from another engine does not count, because it already has its blocks and needs no
         step.
         """
-        return len(self.waiting) > 0 or (self._loads is not None and len(self._loads.ready) > 0)
+        return len(self.waiting) > besides or (self._loads is not None and len(self._loads.ready) > 0)
 
     def _start_loaded(self, loads: RemoteLoads, admission: _Admission) -> None:
         """Start requests whose KV has arrived. These requests already own their blocks, and only need a batch slot."""
@@ -547,6 +549,8 @@ class Scheduler:
         for live in self.waiting:
             if not admission.has_capacity or admission.passed_count > passed_max:
                 break
+            if admission.planned and self._stays_deferred(live):
+                continue
             if live.is_whole and live.due_count > admission.budget:
                 break  # Block the queue. A later step has enough tokens, when started prompts have finished.
             if not self._consider(live, admission, now):
@@ -561,6 +565,7 @@ class Scheduler:
                     break
         for live in admission.leaving:
             self.waiting.remove(live)
+            self.deferred.discard(live)
 
     def _consider(self, live: LiveRequest, admission: _Admission, now: float) -> bool:
         """Consider the next request of the queue: start it, begin its load, or pass it over.
@@ -580,16 +585,22 @@ class Scheduler:
             live.chain.restart()
             admission.free_seqs -= 1  # Passed-over requests count, too. This limits how many requests are considered.
             return True
-        if not self._fits(live, hit_blocks):
+        fits = self._fits(live, hit_blocks)
+        load_count = self._loadable_count(live, hit_blocks) if fits else 0
+        if live.session is not None and self._defer(live, live.session, hit_blocks, load_count, now):
+            live.chain.restart()
+            return True
+        if not fits:
             live.chain.restart()
             return False
-        load_count = self._loadable_count(live, hit_blocks)
         if load_count > 0 and self._loading_is_full():
             live.chain.restart()
             live.wants_load = True
             admission.passed_count += 1
             return True
         admission.leaving.append(live)
+        if live.session is not None:
+            self._sessions.note_turn(live.session, live.request.priority)
         self._share_hits(live, hit_blocks)
         if load_count > 0:
             self._begin_load(live, load_count, now)
@@ -605,6 +616,49 @@ class Scheduler:
         wanted = settings.blocks_for(len(live.tokens)) - first - busy_hits
         live.blocks_wanted = min(wanted, settings.blocks_held_max(len(live.tokens)))
         return live.blocks_wanted <= self._pool.available_count
+
+    def _defer(
+        self, live: LiveRequest, session: Session, hit_blocks: list[BlockIndex], load_count: int, now: float
+    ) -> bool:
+        """Defer a cold turn that would evict blocks of expected sessions. Otherwise end the deferral of the request.
+
+        Args:
+            live: a waiting request.
+            session: its session.
+            hit_blocks: the blocks of its prefix that are in the cache.
+            load_count: number of further tokens that can be loaded.
+            now: time in seconds.
+
+        Returns:
+            True if the request is deferred.
+        """
+        order, settings = self._pool.order, self._settings
+        found_count = len(hit_blocks) * settings.block_size + load_count
+        is_first = session.turn_count == 0 and session.live_count == 1
+        is_cold = is_first or 2 * found_count < len(live.tokens)
+        if is_cold and live.status is RequestStatus.WAITING and not live.output_count:
+            self._sessions.note_turn(session, live.request.priority)
+            # Cached hits are not evicted, so hits that are also blocks of expected sessions need no other blocks.
+            first = settings.first_block_read(len(hit_blocks) * settings.block_size)
+            shared = sum(1 for block in hit_blocks[first:] if self._pool.is_idle(block) and order.is_expected(block))
+            wanted = live.blocks_wanted - shared
+            if self._would_evict_expected(live, wanted) and self.deferred.defer(live, wanted, now):
+                return True
+        self.deferred.discard(live)
+        return False
+
+    def _stays_deferred(self, live: LiveRequest) -> bool:
+        """Return True if a request is deferred and must stay deferred, as far as its last full check shows."""
+        wanted = self.deferred.blocks_wanted(live)
+        if wanted is not None and self._would_evict_expected(live, wanted):
+            return True
+        self.deferred.discard(live)
+        return False
+
+    def _would_evict_expected(self, live: LiveRequest, count: int) -> bool:
+        """Return True if sessions are expected, and `count` blocks are not available without blocks of them."""
+        others_count = self._pool.available_count - self._pool.order.expected_count
+        return count > others_count and self._sessions.expects(live.request.priority)
 
     def _loading_is_full(self) -> bool:
         return self._loads is not None and self._loads.is_full

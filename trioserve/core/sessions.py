@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -51,15 +51,19 @@ class Session:
         is_open: False after the session has ended, or was forgotten because there were too many sessions.
         lapses_at: time at which the current wait counts as one without a return, in seconds. None between waits.
         turn_count: number of times that the session began to wait after a turn.
+        is_expected: True while the session's next turn is expected soon, or waits and is not cold.
+        priority: priority of the session's last turn.
         watched_at: time of the session's current entry in the heap of expiries. None if it has none.
     """
 
     __slots__ = (
         "chains",
         "expires_at",
+        "is_expected",
         "is_open",
         "lapses_at",
         "live_count",
+        "priority",
         "retention",
         "serial",
         "share",
@@ -77,6 +81,8 @@ class Session:
         self.is_open = True
         self.lapses_at: float | None = None
         self.turn_count = 0
+        self.is_expected = False
+        self.priority = 0
         self.watched_at: float | None = None
 
 
@@ -101,6 +107,8 @@ class Sessions:
         self._block_size = settings.block_size
         self._sessions_max = settings.sessions_max
         self._is_retaining = settings.session_retention and settings.enable_prefix_caching
+        self._expects = self._is_retaining and settings.cold_turn_seconds > 0
+        self._expected_priorities: Counter[int] = Counter()  # Number of expected sessions by priority.
         self._blocks_max = int(settings.block_count * settings.session_share_max)
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # The session that was active last comes last.
         self._shares: OrderedDict[str | None, TenantShare] = OrderedDict()
@@ -125,6 +133,18 @@ class Sessions:
         session = self._sessions.get(session_id)
         return 0 if session is None else len({listing for chain in session.chains for listing in chain.listings})
 
+    def expects(self, priority: int) -> bool:
+        """Return True if a session is expected whose last turn had this priority or a better one.
+
+        Args:
+            priority: priority of a request.
+        """
+        return any(one <= priority for one in self._expected_priorities)
+
+    def next_change(self) -> float:
+        """Return the earliest time at which a session may cease to be expected. Infinite if there is no such time."""
+        return self._expiries[0][0] if self._expiries else math.inf
+
     def advance(self, now: float) -> None:
         """Note the time, and end the preference of sessions that were idle for too long.
 
@@ -142,6 +162,7 @@ class Sessions:
             if session.lapses_at is not None and min(session.lapses_at, session.expires_at) <= now:
                 self._note_wait(session, returned=False)
                 session.lapses_at = None
+                self._expect(session, is_expected=False)
             if session.expires_at > now:
                 self._watch(session)
             else:
@@ -221,6 +242,16 @@ class Sessions:
         session.live_count += 1
         return session
 
+    def note_turn(self, session: Session, priority: int) -> None:
+        """Note that a turn of a session starts or is cold, so the session is not expected any more.
+
+        Args:
+            session: the session that `join` returned for the request.
+            priority: priority of the request.
+        """
+        self._expect(session, is_expected=False)
+        session.priority = priority
+
     def leave(self, session: Session) -> None:
         """Note that a request of a session has ended and has released its blocks.
 
@@ -233,6 +264,8 @@ class Sessions:
             session.turn_count += 1
             session.lapses_at = self._order.now + LAPSE_SECONDS
             self._start_wait(session)
+            rate = session.share.return_rates[session.turn_count > 1]
+            self._expect(session, is_expected=self._expects and rate > TenantShare.RATE_AT_START)
 
     def note_hits(self, token_count: int) -> None:
         """Count the prompt tokens that a request of a session found in the prefix cache when it first ran.
@@ -339,7 +372,18 @@ class Sessions:
         """Yield the blocks that only requests of this session have used."""
         return (block for block in blocks if self._pool.owner(block) == session.serial)
 
+    def _expect(self, session: Session, *, is_expected: bool) -> None:
+        if session.is_expected == is_expected:
+            return
+        session.is_expected = is_expected
+        self._expected_priorities[session.priority] += 1 if is_expected else -1
+        if not self._expected_priorities[session.priority]:
+            del self._expected_priorities[session.priority]
+        for chain in session.chains:
+            self._order.expect(chain, is_expected=is_expected)
+
     def _close(self, session: Session) -> None:
+        self._expect(session, is_expected=False)
         session.is_open = False
         self.active_count -= bool(session.live_count)
 

@@ -97,6 +97,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             for the longest time, and its blocks are evicted by recency. An open session costs about 1 KB.
         session_share_max: fraction of the pool, above 0 and at most 1, that the sessions of one tenant may retain.
             Blocks above this limit are evicted by recency.
+        cold_turn_seconds: highest number of seconds for which a cold turn of a session waits before it may evict the
+            blocks of sessions that are expected to return soon (DeferredTurns). 0: cold turns do not wait.
         keeps_kv: False for an encoder, which attends to all prompt tokens at once and stores no KV. Then requests have
             no blocks, block_count may be 0, and every request is pooled and computed in one step.
         state_slot_count: number of slots for layers that store one state per sequence instead of KV per token. Each
@@ -134,6 +136,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     session_retention: bool = True
     sessions_max: int = 8192
     session_share_max: float = 0.75
+    cold_turn_seconds: float = 0.0
     keeps_kv: bool = True
     state_slot_count: int = 0
     snapshot_slot_count: int = 0
@@ -169,6 +172,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             seconds = getattr(self, name)
             if not 0 < seconds <= 3600:
                 raise StartupError(f"{name} is {seconds}, it must be above 0 and at most 3600 seconds")
+        if not 0 <= self.cold_turn_seconds <= 3600:
+            raise StartupError(f"cold_turn_seconds is {self.cold_turn_seconds}, it must be from 0 to 3600 seconds")
         for name in ("held_share_max", "session_share_max"):
             share = getattr(self, name)
             if not 0 < share <= 1:

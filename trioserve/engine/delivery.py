@@ -138,7 +138,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         ended = self._core.abort([first.sequence_id], FinishReason.HANDED_OVER, now=now)[first.sequence_id].finished
         if ended is not None:
             self._on_finished(ended, None, now)
-        self._wake()
+        self.wake()
         return True
 
     def end_holds(self, request: OpenRequest) -> None:
@@ -152,7 +152,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         # Include sequences that a step planned ahead still reads. Their holds begin only after that step.
         ids = [choice.sequence_id for choice in request.choices if choice.sequence_id not in self._choices]
         self._core.abort(ids, now=trio.current_time())
-        self._wake()
+        self.wake()
 
     def _push_last(
         self,

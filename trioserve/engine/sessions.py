@@ -359,6 +359,7 @@ class SessionTable:
                 message = "the session of this request was ended"
                 self._delivery.end_with_final_delta(request, FinishReason.ABORT, message)
         self._core.end_session(session.id, trio.current_time())
+        self._delivery.wake()  # A turn of another session may be deferred for this session's blocks.
 
     def _set_alarm(self, session: LiveSession) -> None:
         if session.idle_seconds is not None:

@@ -160,6 +160,14 @@ class CacheMetrics:
             "Prompt tokens that were found in the prefix cache only because a session retained their blocks.",
         ),
     ]
+    session_turns_deferred_total: Annotated[
+        Counter,
+        Metric(
+            Question.CACHE,
+            "sequences",
+            "Turns of sessions that had lost their blocks, and waited so that other sessions kept theirs.",
+        ),
+    ]
     state_slots: Annotated[
         Gauge,
         Metric(

@@ -100,6 +100,7 @@ class EngineGauges:
         metrics.session_prefix_hits_total.inc(stats.session_hits_total - seen.session_hits_total)
         metrics.session_prefix_hit_tokens_total.inc(stats.session_hit_tokens_total - seen.session_hit_tokens_total)
         metrics.session_spared_tokens_total.inc(stats.spared_tokens_total - seen.spared_tokens_total)
+        metrics.session_turns_deferred_total.inc(stats.turns_deferred_total - seen.turns_deferred_total)
         for kind, total in stats.evictions_total.items():
             metrics.kv_evictions_total.labels(kind.value).inc(total - seen.evictions_total.get(kind, 0))
         metrics.kv_transfer_loads_waiting.set(stats.remote_kv_count)

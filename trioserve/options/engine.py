@@ -173,6 +173,9 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
     session_kv_share: Annotated[float, about(
         "share of the KV cache that the waiting sessions of one tenant may retain; blocks above it are evicted by "
         "recency", "SHARE", gt=0, le=1)] = CORE.session_share_max
+    cold_turn_seconds: Annotated[float, about(
+        "how long a turn of a session whose blocks were evicted waits at most before it evicts blocks of sessions that "
+        "return soon; 0: it does not wait", "SECONDS", ge=0, le=3600)] = CORE.cold_turn_seconds
     overlap_steps: Annotated[bool | None, about(
         "plan the next step while one is computed; shortens the gap between two forward passes, but the end of a "
         "response is noticed one step later; not with --speculative-ngram; with --pipeline-parallel-size, two steps of "

@@ -321,6 +321,9 @@ def _check_order(
     core: EngineCore, waiting: list[LiveRequest], loading: list[LiveRequest], ready: list[LiveRequest]
 ) -> None:
     _check_line(core.scheduler.waiting, waiting)
+    deferred = list(core.scheduler.deferred)
+    assert all(live in waiting for live in deferred), "a deferred request does not wait"
+    assert not deferred or core.next_deadline() is not None, "a request is deferred without a deadline"
     if core.transfers is None:
         assert not loading, "a request waits for KV, but there is no connector"
         assert not ready, "a request has loaded KV, but there is no connector"

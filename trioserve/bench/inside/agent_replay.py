@@ -56,6 +56,7 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
         traffic: name of the traffic.
         share: KV pool relative to the working set.
         has_retention: True if session retention is on.
+        cold_turn_seconds: how long a cold turn waits at most.
         blocks: blocks of the pool.
         turns: number of requests.
         prompt_tokens: tokens of all prompts.
@@ -66,11 +67,13 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
         ttft_ms_p99: 99th percentile of the time to first token.
         seconds: virtual time until the last response.
         preemptions: requests that lost their blocks.
+        deferred: cold turns that waited for other sessions.
     """
 
     traffic: str
     share: float
     has_retention: bool
+    cold_turn_seconds: float
     blocks: int
     turns: int
     prompt_tokens: int
@@ -81,6 +84,7 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms_p99: float
     seconds: float
     preemptions: int
+    deferred: int
 
     @property
     def turns_per_minute(self) -> float:
@@ -171,9 +175,11 @@ class _Replay:
                 self._ask(heapq.heappop(arrivals)[2])
             plan = core.schedule(self.now)
             if plan is None:
-                if not arrivals:
+                moments = [core.next_deadline(), arrivals[0][0] if arrivals else None]
+                moment = min([moment for moment in moments if moment is not None], default=None)
+                if moment is None:
                     return
-                self.now = arrivals[0][0]
+                self.now = moment
                 continue
             self._count(plan)
             self.now += self._machine.seconds(plan)
@@ -277,7 +283,9 @@ class Scale(msgspec.Struct, frozen=True):
         return math.ceil(tokens / self.block_size)
 
 
-def replay(traffic: Traffic, share: float, machine: str, scale: Scale, *, has_retention: bool) -> ReplayFigures:
+def replay(
+    traffic: Traffic, share: float, machine: str, scale: Scale, *, has_retention: bool, cold_turn_seconds: float = 0.0
+) -> ReplayFigures:
     """Replay a traffic once.
 
     Args:
@@ -286,6 +294,7 @@ def replay(traffic: Traffic, share: float, machine: str, scale: Scale, *, has_re
         machine: name of the cost model of a step.
         scale: how many tokens one token stands for.
         has_retention: True for session retention, False for plain recency.
+        cold_turn_seconds: how long a cold turn waits at most.
     """
     blocks = scale.pool_blocks(traffic, share)
     core = EngineCore(
@@ -296,6 +305,7 @@ def replay(traffic: Traffic, share: float, machine: str, scale: Scale, *, has_re
             max_num_seqs=BATCH_MAX,
             step_tokens_max=scale.step_tokens_max,
             session_retention=has_retention,
+            cold_turn_seconds=cold_turn_seconds,
         )
     )
     run = _Replay(traffic, core, scale.machine(machine))
@@ -306,6 +316,7 @@ def replay(traffic: Traffic, share: float, machine: str, scale: Scale, *, has_re
         traffic=traffic.name,
         share=share,
         has_retention=has_retention,
+        cold_turn_seconds=cold_turn_seconds,
         blocks=blocks,
         turns=len(ordered),
         prompt_tokens=traffic.prompt_tokens,
@@ -316,6 +327,7 @@ def replay(traffic: Traffic, share: float, machine: str, scale: Scale, *, has_re
         ttft_ms_p99=1e3 * percentile(ordered, 99),
         seconds=run.now,
         preemptions=stats.preemptions_total,
+        deferred=stats.turns_deferred_total,
     )
 
 
@@ -376,6 +388,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=at_least_one, default=2, metavar="N", help="sessions of each agent")
     parser.add_argument("--scale", type=float, default=SCALE, metavar="X", help="tokens of the replay per real token")
     parser.add_argument("--machine", choices=MACHINES, default="gpu", help="cost model of a step")
+    parser.add_argument(
+        "--cold-turn",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long a cold turn waits at most",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sessions")
 
 
@@ -408,7 +427,10 @@ def run(arguments: argparse.Namespace) -> int:
         warm = replay(traffic, WARM_SHARE, arguments.machine, scale, has_retention=False)
         for share in arguments.share:
             recency, retention = (
-                replay(traffic, share, arguments.machine, scale, has_retention=has) for has in (False, True)
+                replay(
+                    traffic, share, arguments.machine, scale, has_retention=has, cold_turn_seconds=arguments.cold_turn
+                )
+                for has in (False, True)
             )
             comparisons.append(Comparison(recency=recency, retention=retention, warm=warm))
             print(*comparisons[-1].lines(scale), sep="\n", flush=True)

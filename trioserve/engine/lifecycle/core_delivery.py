@@ -212,7 +212,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
     ) -> None:
         self._aborting = core
         self._cancels = cancels or NobodyWatches()
-        self._wake = wake
+        self.wake = wake
         self._step_watch = step_watch or StepWatch()
         self._choices: dict[RequestId, PartT] = {}
         # Sequences that were aborted while a step reads their blocks. None means that their own output ended them.
@@ -278,7 +278,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
                 self._cancelled.setdefault(sequence_id, cancelled)
         if not request.core_count:
             request.on_gone()
-        self._wake()  # Wake the loop, because a connector may still need the blocks until a deadline.
+        self.wake()  # Wake the loop, because a connector may still need the blocks until a deadline.
 
     def end_with_final_delta(
         self, request: ScopeT, reason: FinishReason, message: str | None, *, stop_reason: str | None = None

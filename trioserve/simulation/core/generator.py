@@ -169,6 +169,8 @@ class Generator:
             sessions = {"sessions": self._session_rng.randint(1, 4)}
             share = self._session_rng.choice((0.3, 0.75, 1.0))
             self.world = msgspec.structs.replace(self.world, session_share=share, **sessions)
+            seconds = Random(line_of(self.world) + "cold turns").choice((0.0, 0.3, 5.0))
+            self.world = msgspec.structs.replace(self.world, cold_turn_seconds=seconds)
         self._last_turns: dict[str, str] = {}  # The last request of each session.
         self._arrived: dict[str, Arrive] = {}  # Each sequence is stored as a request with one choice.
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)

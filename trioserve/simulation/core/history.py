@@ -111,6 +111,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
         window_tokens: sliding window of all layers, with which a context may be longer than the pool. None: no window.
         sessions: number of different ids of sessions. 0: no request has a session.
         session_share: fraction of the pool that one tenant's sessions may retain.
+        cold_turn_seconds: how long a cold turn may be deferred. 0: no turn is deferred.
     """
 
     block_count: int
@@ -138,6 +139,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     window_tokens: int | None = None
     sessions: int = 0
     session_share: float = 0.75
+    cold_turn_seconds: float = 0.0
 
     @property
     def held_blocks_max(self) -> int:
@@ -414,6 +416,8 @@ def _plainer_worlds(world: World) -> Iterator[World]:
         yield msgspec.structs.replace(world, draft_tokens=0, drafts_by_model=False, drafts_by_head=False)
     if world.drafts_by_model:
         yield msgspec.structs.replace(world, drafts_by_model=False, drafts_by_head=False)
+    if world.cold_turn_seconds:
+        yield msgspec.structs.replace(world, cold_turn_seconds=0.0)
     if world.sessions:
         yield msgspec.structs.replace(world, sessions=0)
     if world.enable_prefix_caching:

@@ -1,13 +1,18 @@
-"""Expected state of a simulation's sessions: which of them may retain blocks at a moment, and which blocks."""
+"""Expected state of a simulation's sessions: which of them may retain blocks, and which turns may be deferred."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.retention import DEFAULT_RETENTION, Retention
 from trioserve.core.engine import EngineCore
+from trioserve.core.prefix_cache import PrefixChain
+from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.history import EndSession, HintSession, OpenSession, World
+from trioserve.simulation.core.step_rules import block_count
 
 __all__ = ["SessionWatch"]
 
@@ -20,12 +25,16 @@ class OpenedSession(msgspec.Struct, eq=False):
         expires_at: time at which the preference ends if no request is live, in seconds.
         live: ids of the session's live requests.
         blocks: blocks that the session's requests have used since the preference last ended.
+        has_waited: True if the session has waited for its next turn.
+        priority: best priority of the session's requests. None before the first request.
     """
 
     idle_seconds: float
     expires_at: float
     live: set[str] = msgspec.field(default_factory=set)
     blocks: set[int] = msgspec.field(default_factory=set)
+    has_waited: bool = False
+    priority: int | None = None
 
 
 class SessionWatch:
@@ -40,6 +49,7 @@ class SessionWatch:
         self._open: dict[str, OpenedSession] = {}
         self._session_of: dict[str, OpenedSession] = {}  # The session of each live request, which may have ended.
         self._tenants: set[str | None] = {None}
+        self._deferred_since: dict[str, float] = {}  # Time at which each turn was first found deferred.
 
     def open(self, core: EngineCore, event: OpenSession, now: float) -> None:
         """Let the core open a session, or change the retention of an open one.
@@ -85,16 +95,18 @@ class SessionWatch:
             self._forget_expired(now)
             opened.expires_at = now + min(event.seconds, opened.idle_seconds) + opened.idle_seconds
 
-    def note_arrival(self, name: str, session: str, now: float) -> None:
+    def note_arrival(self, name: str, session: str, priority: int, now: float) -> None:
         """Note that a request of a session was accepted.
 
         Args:
             name: id of the request.
             session: id of the session. It is opened if it is not open.
+            priority: priority of the request.
             now: time in seconds.
         """
         opened = self._open.setdefault(session, OpenedSession(DEFAULT_RETENTION.idle_seconds, now))
         opened.live.add(name)
+        opened.priority = priority if opened.priority is None else min(priority, opened.priority)
         self._session_of[name] = opened
 
     def note_end(self, name: str, now: float) -> None:
@@ -107,6 +119,7 @@ class SessionWatch:
         opened = self._session_of.pop(name, None)
         if opened is not None:
             opened.live.remove(name)
+            opened.has_waited |= not opened.live
             opened.expires_at = max(opened.expires_at, now + opened.idle_seconds)
 
     def note_forgotten(self) -> None:
@@ -134,6 +147,56 @@ class SessionWatch:
         assert stats.sessions_active + stats.sessions_waiting == len(self._open), (
             f"{list(self._open)} are open: {stats}"
         )
+
+    def check_deferred(self, core: EngineCore, live: Mapping[str, ExpectedSequence], now: float) -> int:
+        """Assert that each deferred request is a cold turn that would evict blocks of others, and for a limited time.
+
+        Args:
+            core: a core that has just planned a step, or found nothing to compute.
+            live: sequences that have not ended.
+            now: time in seconds.
+
+        Returns:
+            The number of deferred requests that were not deferred before.
+        """
+        new_count = 0
+        for name in [deferred.request.id for deferred in core.scheduler.deferred]:
+            assert name in live, f"{name} has ended, but is still deferred"
+            entry, own = live[name], self._session_of.get(name)
+            assert own is not None, f"{name} has no session, but is deferred"
+            assert entry.cached_count is None, f"{name} has run before, but is deferred"
+            if name not in self._deferred_since:
+                new_count += 1
+                self._deferred_since[name] = now
+                states = core.scheduler.states
+                can_end_at = None if states is None else states.has_snapshot
+                hit_count = len(core.cache.match(PrefixChain(entry.request.cache_salt), entry.known, can_end_at))
+                # The core notes the end of a request when the step that reads the request's blocks has returned.
+                is_first = bool(core.flights.ended) or not (own.has_waited or own.live - {name})
+                assert is_first or entry.needs_every_row or 2 * hit_count * self._world.block_size < len(entry.known), (
+                    f"{name} is deferred, but {hit_count} blocks of its prompt are cached"
+                )
+                assert not entry.output_count, f"{name} resumes a response, but is deferred"
+                reason = "its blocks are available without those of other sessions"
+                assert self.may_defer(core, entry), f"{name} is deferred, but {reason}"
+            seconds = now - self._deferred_since[name]
+            assert seconds < self._world.cold_turn_seconds, f"{name} is deferred for {seconds} s"
+        return new_count
+
+    def may_defer(self, core: EngineCore, entry: ExpectedSequence) -> bool:
+        """Return True if a request needs blocks of other sessions that may return, none of which has a worse priority.
+
+        Args:
+            core: the core.
+            entry: a request of a session.
+        """
+        own = self._session_of[entry.request.id]
+        others = [opened for opened in self._open.values() if opened is not own]
+        if all(opened.priority is None or opened.priority > entry.request.priority for opened in others):
+            return False
+        blocks = {block for opened in others for block in opened.blocks}
+        spared_count = core.pool.available_count - len(blocks.intersection(core.pool.order.retained_blocks()))
+        return block_count(core, entry) > spared_count
 
     def check_end(self, core: EngineCore, now: float) -> int:
         """Assert that nothing is retained after all requests have ended and the preference of all sessions is over.

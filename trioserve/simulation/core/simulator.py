@@ -139,6 +139,7 @@ class Simulation(EventSimulation[World]):
                 remote_kv_seconds_max=world.load_seconds,
                 load_failure_policy="fail" if world.fails_without_kv else "recompute",
                 session_share_max=world.session_share,
+                cold_turn_seconds=world.cold_turn_seconds,
             ),
             hash_block=poor_hash if world.has_poor_hash else hash_block,
             connector=None if self.transfers is None else self.transfers.connector,
@@ -192,6 +193,7 @@ class Simulation(EventSimulation[World]):
         assert stats.session_hit_tokens_total == sum(of_sessions), stats
         assert stats.session_hits_total == sum(count > 0 for count in of_sessions), stats
         self._count("prompt tokens found in spared blocks", stats.spared_tokens_total)
+        assert stats.turns_deferred_total == self.counts.get("turns deferred", 0), stats
         for kind, total in stats.evictions_total.items():
             self._count(f"evicted blocks: {kind.value}", total)
         assert stats.prefix_query_tokens_total == sum(len(entry.request.known_token_ids) for entry in looked_up), stats
@@ -265,7 +267,7 @@ class Simulation(EventSimulation[World]):
                 self.transfers.note_arrival(name, event)
             self.entries[name] = self.live[name] = entry
             if event.session is not None:
-                self._sessions.note_arrival(name, event.session, self.now)
+                self._sessions.note_arrival(name, event.session, event.priority, self.now)
                 self._count("requests of sessions")
             if event.timeout is not None:
                 heapq.heappush(self._deadlines, (self.now + event.timeout, len(self.entries), name))
@@ -283,8 +285,8 @@ class Simulation(EventSimulation[World]):
         if plan is None:
             is_awaited = self.core.next_deadline() is not None
             assert is_awaited or not self.live, f"{', '.join(self.live)} have not ended, but nothing is computed"
-            check_nobody_could_start(self.core, self._may_load)
-            self._sessions.check(self.core, self.now)
+            self._check_sessions()
+            check_nobody_could_start(self.core, self._may_load, self._may_defer)
             self._count("steps with nothing to compute")
             for entry in self.live.values():
                 if entry.is_running:  # A load took the request's blocks, so the core preempted the request.
@@ -302,6 +304,7 @@ class Simulation(EventSimulation[World]):
         if plan is None:
             self._count("steps not planned ahead")
             check_no_step_ahead(self.core, self.live)
+            self._check_sessions()
             return
         self._count("steps planned apart" if self.world.apart else "steps planned ahead")
         self._take_plan(plan)
@@ -330,7 +333,7 @@ class Simulation(EventSimulation[World]):
             self._count("snapshots that requests start from", reads is not None and reads >= self.world.states)
             if chunk.draft_task is not None:
                 self._count("draft tasks" if chunk.draft_task.end is None else "draft tasks that only catch up")
-        self._sessions.check(self.core, self.now)
+        self._check_sessions()
         self.flights.append(Flight(plan, [list(chunk.block_table) for chunk in plan.chunks]))
 
     def _fail(self, event: Fail) -> None:
@@ -469,8 +472,15 @@ class Simulation(EventSimulation[World]):
 
     # --- Helpers ---
 
+    def _check_sessions(self) -> None:
+        self._sessions.check(self.core, self.now)
+        self._count("turns deferred", self._sessions.check_deferred(self.core, self.live, self.now))
+
     def _may_load(self, live: LiveRequest) -> bool:
         return self.transfers is not None and self.transfers.could_load(live.request.id)
+
+    def _may_defer(self, live: LiveRequest) -> bool:
+        return self._sessions.may_defer(self.core, self.live[live.request.id])
 
     def _hits(self, entry: ExpectedSequence) -> bool:
         return self.world.enable_prefix_caching and not entry.needs_every_row

@@ -1,7 +1,7 @@
 """Rules for a step that begins: its size, and the order in which requests may start and be preempted.
 
-The rules use the plan and the expected sequences. From the core, they only read how many blocks are available, and
-which request has which blocks.
+The rules use the plan and the expected sequences. From the core, they only read how many blocks are available, which
+request has which blocks, and which requests are deferred. SessionWatch checks that these may be deferred.
 
 One more rule, check_nobody_could_start, uses only the requests and the pool: some request runs whenever a waiting
 request could run.
@@ -22,7 +22,7 @@ from trioserve.core.request_state import RequestStatus
 from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.transfer_watch import TransferWatch
 
-__all__ = ["check_begun_step", "check_no_step_ahead", "check_nobody_could_start"]
+__all__ = ["block_count", "check_begun_step", "check_no_step_ahead", "check_nobody_could_start"]
 
 
 def check_begun_step(
@@ -69,8 +69,11 @@ def check_begun_step(
         assert live[name].order > last_order, f"{name} was preempted for a request that comes after it"
     admitted = [_turn(live[name]) for name in plan.admitted]
     assert admitted == sorted(admitted), f"admitted out of order: {plan.admitted}"
+    deferred = {own.request.id for own in core.scheduler.deferred}
     waiting = [
-        entry for name, entry in live.items() if not (entry.is_running or (transfers and transfers.is_loading(name)))
+        entry
+        for name, entry in live.items()
+        if not (entry.is_running or name in deferred or (transfers and transfers.is_loading(name)))
     ]
     by_model, by_head = settings.draft_source != "text", settings.draft_source == "head"
     for chunk in plan.chunks:
@@ -264,7 +267,7 @@ def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaki
             for block in own.blocks[own.absent_block_count :]
         ]
         own_count = sum(pool.user_count(block) == 1 and pool.hold_count(block) == 0 for block in taken)
-        is_unfit = _block_count(core, entry) > pool.available_count + own_count
+        is_unfit = block_count(core, entry) > pool.available_count + own_count
         assert is_unfit, f"{name} would have fitted, but was overtaken by {before[-1]}"
         count = entry.overtaken_count_min
         assert count <= overtakes_max, f"{name} was overtaken {count} times, but {overtakes_max} are allowed"
@@ -287,7 +290,7 @@ def _check_waits_have_reasons(
     for entry in waiting:
         if entry.is_whole and len(entry.known) > tokens_left:
             return  # A prompt that must be computed whole blocks the queue until a step has enough tokens left.
-        if not _is_ready(entry) and _block_count(core, entry) > core.pool.available_count:
+        if not _is_ready(entry) and block_count(core, entry) > core.pool.available_count:
             unfit_count += 1
             is_held = entry.cached_count is not None or entry.overtaken_count_max >= core.settings.overtakes_max
             if is_held or not may_overtake or unfit_count > core.settings.max_num_seqs:
@@ -296,8 +299,13 @@ def _check_waits_have_reasons(
         assert entry in passed_over, f"{entry.request.id} could start, but waits"
 
 
-def _block_count(core: EngineCore, entry: ExpectedSequence) -> int:
-    """Return the most blocks that a request has at the same time until all of its known tokens are computed."""
+def block_count(core: EngineCore, entry: ExpectedSequence) -> int:
+    """Return the most blocks that a request has at the same time until all of its known tokens are computed.
+
+    Args:
+        core: the core.
+        entry: the request.
+    """
     if not core.settings.keeps_kv:
         return 0
     needed = -(-len(entry.known) // core.settings.block_size)
@@ -354,19 +362,23 @@ def _may_wait_for_a_hit(
     return False
 
 
-def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest], bool]) -> None:
+def check_nobody_could_start(
+    core: EngineCore, may_load: Callable[[LiveRequest], bool], may_defer: Callable[[LiveRequest], bool]
+) -> None:
     """Assert that no waiting request could start. Call this function when schedule() has returned None.
 
     At that time, every slot and the whole token budget of a step are free. So each waiting request needs more blocks
-    than the pool has, is behind such a request, or waits for its KV.
+    than the pool has, is behind such a request, waits for its KV, or is deferred.
 
     Args:
         core: the core.
         may_load: returns True if a request could load KV. Such a request may wait until fewer requests load KV.
+        may_defer: returns True if a request needs blocks of sessions that may return.
     """
     assert not core.flights, "a step is in flight"
     loading_count = passed_count = 0
     waiting = []
+    deferred = list(core.scheduler.deferred)
     for live in core.live_requests():
         if live.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             loading_count += 1
@@ -375,6 +387,9 @@ def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest],
     slots = core.settings.max_num_seqs
     for live in sorted(waiting, key=lambda live: (not live.blocks, live.order)):
         name = live.request.id
+        if live in deferred:
+            assert may_defer(live), f"{name} is deferred, but would evict no blocks of sessions that return"
+            continue
         assert not live.blocks, f"{name} has loaded its KV and could run, but nothing is computed"
         if _blocks_lacking(core, live) > core.pool.available_count:
             if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= core.settings.overtakes_max:

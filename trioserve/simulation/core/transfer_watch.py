@@ -221,8 +221,9 @@ class TransferWatch:
             count = core.pool.hold_count(block)
             assert count == holds[block], f"block {block} counts {count} holds, but the connector has {holds[block]}"
         deadlines = (*hold_deadlines.values(), *load_deadlines.values())
-        assert core.next_deadline() == min(deadlines, default=None), f"the next deadline is {core.next_deadline()}"
         assert core.transfers is not None
+        deadline = core.transfers.next_deadline()
+        assert deadline == min(deadlines, default=None), f"the next deadline of a transfer is {deadline}"
         raised_count = core.transfers.faults.totals[TransferFault.RAISED]
         assert raised_count == connector.raised_count, (
             f"{connector.raised_count} calls raised, but {raised_count} are counted"

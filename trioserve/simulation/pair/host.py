@@ -185,7 +185,7 @@ class PairHost:
             self._pass_on([*self.core.progress(now), *self.core.expire(now)])
             self.flight = self.core.schedule(now)
             if self.flight is None:
-                check_nobody_could_start(self.core, _may_load)
+                check_nobody_could_start(self.core, _may_load, lambda _live: False)
             return self.flight
         plan, self.flight = self.flight, None
         result = self.executor.execute(plan, self.core.abandonment(plan))
