@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -494,3 +495,29 @@ async def test_ended_session_aborts_all_of_its_turns() -> None:
         engine.resume()
     assert ends[-1] is FinishReason.LENGTH
     assert engine.metrics.sessions_ended_total.labels("deleted")._value.get() == 1
+
+
+@pytest.mark.parametrize("ending", ["cold_turn_seconds", "end of the other session", "abort"])
+async def test_cold_turn_wakes_the_engine_when_its_wait_ends(
+    ending: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_fake_engine(response="!", block_count=12, max_model_len=48, cold_turn_seconds=5) as engine:
+
+        async def return_often(task_status: trio.TaskStatus[None]) -> None:
+            async with engine.session() as session:
+                for text in ("aaaa", "bbbb", "cccc"):
+                    await read(session.generate(text, SamplingParams(max_tokens=1)))
+                    await trio.sleep(1)
+                task_status.started()
+                await trio.sleep(2 if ending == "end of the other session" else 20)
+
+        async with trio.open_nursery() as nursery, engine.session() as cold:
+            await nursery.start(return_often)
+            begun_at = trio.current_time()
+            with trio.move_on_after(3 if ending == "abort" else math.inf):
+                await read(cold.generate("z" * 42, SamplingParams(max_tokens=1)))
+            waited = trio.current_time() - begun_at
+            assert waited == pytest.approx({"cold_turn_seconds": 5, "end of the other session": 2, "abort": 3}[ending])
+            assert engine.core.stats().turns_deferred_total == 1
+            assert engine.core.stats().blocks_used == 0
+        engine.assert_all_free()
