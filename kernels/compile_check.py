@@ -233,7 +233,7 @@ def _compile(arch: int, is_table: bool, chosen: str = "") -> list[Compiled]:
     # The driver and the patched function are not restored, because the process does nothing else.
     driver.set_active(_NoDevice(arch))
     attention.shared_bytes_max = lambda device: SHARED_BYTES_MAX[arch]  # type: ignore[assignment]  # it has a cache
-    # As on a GPU, several programs divide the depth of 4-bit products with few rows.
+    # The check compiles 4-bit products with few rows as a GPU runs them: several programs divide the depth.
     four_bit_product._splits = lambda values, outputs: 4
     for head_dim, heads, kv_heads, dtype, page_dtype in ATTENTION_SHAPES[: TABLE_SHAPES if is_table else None]:
         pages = "" if page_dtype == dtype else f", KV in {_name(page_dtype)}"

@@ -82,7 +82,7 @@ class ExchangeSlots:
         self._websockets_max = limits.websockets_max
         self._websockets_per_caller_max = limits.websockets_per_caller_max
         self._websocket_count = 0  # Open websockets, and requests that may open one.
-        self._websockets: dict[str, int] = {}  # The same for each caller.
+        self._websockets: dict[str, int] = {}  # Each caller's count of these.
 
     @property
     def treats_callers_equally(self) -> bool:

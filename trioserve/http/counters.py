@@ -65,7 +65,7 @@ class StreamRefusal(enum.StrEnum):
     UNKNOWN_CALLERS = "unknown_callers"
     """Callers without an API key have used their share of the exchanges."""
     WEBSOCKETS_MAX = "websockets_max"
-    """As many websockets are open as the server allows. On HTTP/1.1, the client gets 503."""
+    """The server has its maximum number of open websockets. On HTTP/1.1, the client gets 503."""
     WEBSOCKETS_PER_CALLER = "websockets_per_caller"
     """The caller has as many open websockets as allowed. On HTTP/1.1, the client gets 429."""
 

@@ -5,7 +5,7 @@ unloaded. If memory is short, idle models are unloaded first. A busy model must 
 after both have waited or run for `turn_seconds`: it then gets no new leases, and is unloaded after its last lease.
 
     UNLOADED ──a request waits──► LOADING ──on_loaded──► LOADED ──memory is needed──► DRAINING
-        ▲                            │ nobody waits         │ idle for keep_alive_seconds │ last lease released
+        ▲                            │ no request waits     │ idle for keep_alive_seconds │ last lease released
         └──────on_unloaded───────────┴──────UNLOADING ◄─────┴─────────────────────────────┘
 
 The caller reports what happens, calls `decide` after each report and at `next_at`, and follows the orders.
@@ -117,7 +117,7 @@ class HostedModel:
         state: state at the server.
         waiting_count: requests that wait for the model.
         waiting_since: time from which on requests, or an operator, have waited for the model without a break. None if
-            nobody waits.
+            none waits.
         is_requested: True if an operator requested to load the model, until it is loaded or its load failed. Loads of
             a pinned model are repeated.
         must_unload: True if an operator requested to unload the model, until it is unloaded.
@@ -390,7 +390,7 @@ class HostedModels:
         orders = []
         for model in self:
             if model.state is LOADING and not (model.waiting_count or model.is_requested):
-                orders.append(self._order(model, UNLOADING, now, "nobody waits for it any more"))
+                orders.append(self._order(model, UNLOADING, now, "no request waits for it any more"))
             elif model.state is DRAINING and not model.leases:
                 orders.append(self._order(model, UNLOADING, now, "its last request has ended"))
             elif model.state is LOADED and model.is_idle and now >= model.idle_until:

@@ -139,7 +139,7 @@ class ModelsBook:
 
     def _check_load(self, number: int, model: ModelRecord) -> None:
         assert model.state is UNLOADED, f"{number} is {model.state.value}, and is loaded"
-        assert model.wanted_since is not None, f"{number} is loaded for nobody"
+        assert model.wanted_since is not None, f"{number} is loaded, but no request waits"
         assert self.now >= model.blocked_until, f"{number} is loaded again too soon after a failure"
         assert self._first() is model, f"{number} is loaded before a model that waits for a longer time"
         loading = sum(other.state is LOADING for other in self.models)
@@ -149,7 +149,7 @@ class ModelsBook:
         assert model.state in (LOADING, LOADED, DRAINING), f"{number} is {model.state.value}, and is unloaded"
         assert not model.running, f"{number} is unloaded under {sorted(model.running)}"
         if model.state is LOADING:
-            assert model.wanted_since is None, f"the load of {number} is cancelled, but somebody waits"
+            assert model.wanted_since is None, f"the load of {number} is cancelled, but a request waits"
             return
         assert not model.is_pinned, f"{number} is pinned, and is unloaded"
         if model.state is LOADED and not model.must_unload:
@@ -165,10 +165,10 @@ class ModelsBook:
                 assert not model.waiting, f"{number} is loaded, and requests wait for it"
                 assert not (model.is_idle and self.now >= self.lapses_at(model)), f"{number} is idle for too long"
             elif model.state is LOADING:
-                assert model.wanted_since is not None, f"{number} is loaded for nobody"
+                assert model.wanted_since is not None, f"{number} is loaded, but no request waits"
             elif model.state is DRAINING:
                 assert model.running, f"{number} drains, and has no leases"
-                assert model.must_unload or self._first() is not None, f"{number} drains for nobody"
+                assert model.must_unload or self._first() is not None, f"{number} drains, but no other model waits"
         first = self._first()
         if first is None:
             return
