@@ -30,6 +30,8 @@ GGUF_KINDS = (
     "qwen3-next",
     "ministral3",
     "minimax-m2",
+    "ernie4_5-moe",
+    "exaone-moe",
     "gemma",
     "gemma2",
     "gemma3",
@@ -78,6 +80,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
 
 
@@ -398,6 +401,19 @@ def test_idefics_text_config_defaults_to_llama() -> None:
         ("Lfm2ForCausalLM", {"conv_L_cache": 1, "full_attn_idxs": [0]}, "kernel size is 1, allowed is 2 to 64"),
         ("Lfm2MoeForCausalLM", {**MIXTURE, "num_experts": 4, "moe_intermediate_size": 32}, "lacks layer_types"),
         ("Glm4MoeForCausalLM", {**ROUTED, "topk_group": 0}, "groups for each token is 0, allowed is 1 to 1"),
+        (
+            "ExaoneMoeForCausalLM",
+            {**EXPERTS, "mlp_layer_types": ["dense"] * 5},
+            "'dense', 'dense'], but it must be a list of 6 times 'dense' or 'sparse'",
+        ),
+        ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, "use_bias in config.json is True"),
+        ("Ernie4_5_MoeForCausalLM", {"moe_norm_min": 0.1}, "moe_norm_min in config.json is 0.1"),
+        ("Cohere2MoeForCausalLM", {**EXPERTS, "expert_selection_fn": "tanh"}, "expert_selection_fn in config.json is"),
+        (
+            "Cohere2MoeForCausalLM",
+            {**EXPERTS, "shared_expert_combination_strategy": "max"},
+            "shared_expert_combination_strategy in config.json is 'max', but it must be 'average' or 'sum'",
+        ),
     ],
 )
 def test_unsupported_variant_is_refused_by_field_name(class_name: str, fields: dict[str, Any], said: str) -> None:

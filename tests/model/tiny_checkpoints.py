@@ -587,6 +587,98 @@ FAMILY_KINDS |= {
     "qwen3.5-moe": ("qwen3_5_moe_text", {**_DELTA, **_QWEN_EXPERTS, "linear_num_key_heads": 2}),
     "bamba": ("bamba", {**_MAMBA, "head_dim": 32, "attn_layer_indices": [1], "num_hidden_layers": 3}),
 }
+FAMILY_KINDS |= {
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 4,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 2,
+        },
+    ),
+    "ernie4_5-moe-plain": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 3,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "exaone-moe": (
+        "exaone_moe",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "exaone-moe-mixed": (
+        "exaone_moe",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "cohere2-moe": (
+        "cohere2_moe",
+        {
+            "head_dim": 32,
+            "logit_scale": 0.25,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 5,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 112,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+        },
+    ),
+    "cohere2-moe-sigmoid": (
+        "cohere2_moe",
+        {
+            "head_dim": 16,
+            "rms_norm_eps": None,
+            "layer_norm_eps": 1e-4,
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "prefix_dense_sliding_window_pattern": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 1,
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "sum",
+            "norm_topk_prob": False,
+        },
+    ),
+}
 _LLAMA4 = {
     "head_dim": 32,
     "num_hidden_layers": 5,
@@ -798,7 +890,15 @@ _FAMILY_METADATA: dict[str, str] = {
     "first_k_dense_replace": "add_leading_dense_block_count",
     "routed_scaling_factor": "add_expert_weights_scale",
 }
-_ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite")
+_USUAL_FIELDS = {
+    "moe_num_experts": "num_experts",
+    "moe_k": "num_experts_per_tok",
+    "moe_num_shared_experts": "n_shared_experts",
+    "num_shared_experts": "n_shared_experts",
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_layer_interval": "interleave_moe_layer_step",
+}
+_ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
 _HYBRIDS = ("granitemoehybrid", "lfm2", "lfm2_moe")
 _PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixtral", "ministral3", "smollm3")
 _ARCHITECTURES = {
@@ -806,6 +906,8 @@ _ARCHITECTURES = {
     "gemma3n_text": "gemma3n",
     "ministral3": "mistral3",
     "minimax_m2": "minimax-m2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -864,6 +966,7 @@ def write_family_gguf(
             "moe_intermediate_size": config["intermediate_size"],
             "intermediate_size": config["intermediate_size_mlp"],
         }
+    config = {_USUAL_FIELDS.get(field, field): value for field, value in config.items()}
     for field, method in _FAMILY_METADATA.items():
         is_other_norm = field == "rms_norm_eps" and "layer_norm_eps" in config
         is_by_layer = field == "num_key_value_heads" and model_type in _HYBRIDS
@@ -876,6 +979,8 @@ def write_family_gguf(
     if model_type in _ROUTED_BY_SIGMOID:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if model_type == "exaone_moe":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if model_type == "mamba2":
         _add_mamba2_metadata(writer, config)
     if model_type == "ministral3":
@@ -926,6 +1031,8 @@ def write_family_gguf(
         if model_type in _PERMUTED_BY_THE_CONVERTER and heads is not None:
             values = _permute_for_adjacent_pairs(values, config[heads])
         parts = {name.replace("e_score_correction_bias", "e_score_correction.bias"): values}
+        if "moe_statics" in name:
+            parts = {part: bias.squeeze(0) for part, bias in parts.items()}
         if has_latent_halves and "kv_b_proj" in name:
             heads = values.reshape(config["num_attention_heads"], -1, values.shape[1])
             keys, of_values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)

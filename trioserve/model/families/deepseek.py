@@ -11,7 +11,6 @@ import math
 
 import msgspec
 
-from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import ExpertsConfig, LatentAttentionConfig, LayerConfig, MlpConfig
@@ -64,13 +63,6 @@ def _describe_v3(fields: ModelFields) -> ModelConfig:
 
 def _describe_glm(fields: ModelFields) -> ModelConfig:
     mlps = fields.routed_by_sigmoid(dense_count=1)
-    kinds = fields.strings_or("mlp_layer_types", None)
-    found = ["sparse" if isinstance(mlp, ExpertsConfig) else "dense" for mlp in mlps]
-    if kinds is not None and kinds != found:
-        raise ModelLoadError(
-            f"mlp_layer_types in {fields.source} is {fields.shown('mlp_layer_types')}; supported is one dense layer "
-            "before sparse ones"
-        )
     return _described(fields, "glm4_moe_lite", mlps, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
 
 

@@ -1,16 +1,17 @@
 """EXAONE 3: a Llama with other field and tensor names. EXAONE 4: norms after attention and MLP, and normalized heads.
 
-In the large EXAONE 4 models, layers without a sliding window have no position embeddings.
+In the large EXAONE 4 models, layers without a sliding window have no position embeddings. K-EXAONE is built like these
+models, but has norms before attention and MLP, and mixtures of experts as in DeepSeek-V3.
 """
 
 from __future__ import annotations
 
-from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.layer_config import LayerConfig
+from trioserve.model.layer_config import AttentionConfig, LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["EXAONE", "EXAONE4"]
+__all__ = ["EXAONE", "EXAONE4", "EXAONE_MOE"]
 
 
 def _describe_exaone(fields: ModelFields) -> ModelConfig:
@@ -20,23 +21,31 @@ def _describe_exaone(fields: ModelFields) -> ModelConfig:
     return fields.described("exaone", (layer,) * fields.layer_count, norm_eps=norm_eps)
 
 
-def _describe_exaone4(fields: ModelFields) -> ModelConfig:
+def _attentions(fields: ModelFields) -> list[AttentionConfig]:
     window = fields.whole_or("sliding_window", None) or None
     # If layer_types is present, sliding_window_pattern may be a string that repeats it, so it is not read.
     every = 0 if "layer_types" in fields else fields.whole_or("sliding_window_pattern", 4)
     rotary = fields.rotary(fields.head_dim())
-    layers = [
-        LayerConfig(
-            attention=fields.attention(
-                rotary=rotary if window is None or of_layer is not None else None, window=of_layer, qk_norm="head"
-            ),
-            mlp=fields.mlp(),
-            has_input_norms=False,
-            has_output_norms=True,
+    return [
+        fields.attention(
+            rotary=rotary if window is None or of_layer is not None else None, window=of_layer, qk_norm="head"
         )
         for of_layer in fields.windows(window, lambda layer: every > 0 and (layer + 1) % every != 0)
     ]
+
+
+def _describe_exaone4(fields: ModelFields) -> ModelConfig:
+    mlp = fields.mlp()
+    layers = [
+        LayerConfig(attention=attention, mlp=mlp, has_input_norms=False, has_output_norms=True)
+        for attention in _attentions(fields)
+    ]
     return fields.described("exaone4", layers)
+
+
+def _describe_exaone_moe(fields: ModelFields) -> ModelConfig:
+    pairs = zip(_attentions(fields), fields.routed_by_sigmoid(dense_count=1), strict=True)
+    return fields.described("exaone_moe", [LayerConfig(attention=attention, mlp=mlp) for attention, mlp in pairs])
 
 
 EXAONE = Family(
@@ -75,4 +84,22 @@ EXAONE4 = Family(
     notes=("sliding_window_pattern",),
     describe=_describe_exaone4,
     gguf=GgufNaming(architecture="exaone4"),
+)
+EXAONE_MOE = Family(
+    name="exaone_moe",
+    classes=("ExaoneMoeForCausalLM",),
+    model_type="exaone_moe",
+    spellings={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+    defaults={
+        **EXAONE4.defaults,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    notes=("sliding_window_pattern",),
+    describe=_describe_exaone_moe,
+    transformers=Naming(modules={**SHARED_EXPERTS, "router.score_bias": "mlp.e_score_correction_bias"}),
+    gguf=GgufNaming(architecture="exaone-moe"),
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from trioserve.model.families.family import Family, GgufNaming, Naming
+from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
 from trioserve.model.layer_config import LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["LLAMA", "CWM", "ERNIE45", "HELIUM", "INTERNLM3", "SEED_OSS", "SMOLLM3"]
+__all__ = ["LLAMA", "CWM", "ERNIE45", "ERNIE45_MOE", "HELIUM", "INTERNLM3", "SEED_OSS", "SMOLLM3"]
 
 
 def _describe_llama(fields: ModelFields) -> ModelConfig:
@@ -88,6 +88,51 @@ ERNIE45 = Family(
     describe=_describe_ernie,
     transformers=Naming(pairs_adjacent=True),
     gguf=GgufNaming(architecture="ernie4_5", pairs_adjacent=True),
+)
+
+
+def _describe_ernie_moe(fields: ModelFields) -> ModelConfig:
+    """Describe ERNIE 4.5 with experts, which are chosen by softmax scores plus a bias."""
+    if fields.flag_or("use_bias", False):
+        raise fields.wrong("use_bias", "false for this family")
+    if not 0 <= fields.number_or("moe_norm_min", 1e-12) <= 1e-9:
+        raise fields.wrong("moe_norm_min", "0 to 1e-9")  # A larger number would change the sum of a token's weights.
+    middle = fields.whole("moe_intermediate_size")
+    experts = fields.experts(
+        "num_experts",
+        middle,
+        normalizes=True,
+        has_score_bias=True,
+        shared_size=middle * fields.whole_or("n_shared_experts", 2),
+    )
+    first, last = fields.whole_or("first_k_dense_replace", 1), fields.whole_or("moe_layer_end_index", -1)
+    last = fields.layer_count - 1 if last == -1 else last
+    every = fields.interval("interleave_moe_layer_step", 1)
+    attention, mlp = fields.attention(), fields.mlp()
+    layers = [
+        LayerConfig(attention=attention, mlp=experts if first <= index <= last and (index + 1) % every == 0 else mlp)
+        for index in range(fields.layer_count)
+    ]
+    return fields.described("ernie4_5_moe", layers, tie_word_embeddings=fields.flag_or("tie_word_embeddings", True))
+
+
+ERNIE45_MOE = Family(
+    name="ernie4_5_moe",
+    classes=("Ernie4_5_MoeForCausalLM",),
+    model_type="ernie4_5_moe",
+    spellings={
+        "num_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_k",
+        "n_shared_experts": "moe_num_shared_experts",
+        "first_k_dense_replace": "moe_layer_start_index",
+        "interleave_moe_layer_step": "moe_layer_interval",
+    },
+    defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    describe=_describe_ernie_moe,
+    transformers=Naming(
+        modules={**SHARED_EXPERTS, "router.score_bias": "mlp.moe_statics.e_score_correction_bias"}, pairs_adjacent=True
+    ),
+    gguf=GgufNaming(architecture="ernie4_5-moe", pairs_adjacent=True),
 )
 
 

@@ -330,9 +330,23 @@ class ModelFields(Fields):
                 **choices,
             },
         )
+        is_sparse = self.sparse_layers(dense_count)
+        dense = experts if all(is_sparse) else self.mlp()
+        return [experts if sparse else dense for sparse in is_sparse]
+
+    def sparse_layers(self, dense_count: int) -> list[bool]:
+        """Return True for each layer with experts: those that mlp_layer_types calls sparse, or all but the first ones.
+
+        Args:
+            dense_count: number of dense layers if the file contains neither mlp_layer_types nor first_k_dense_replace.
+        """
         dense_count = self.whole_or("first_k_dense_replace", dense_count)
-        dense = [self.mlp()] * min(max(dense_count, 0), self.layer_count)
-        return [*dense, *[experts] * (self.layer_count - len(dense))]
+        kinds = self.strings_or("mlp_layer_types", None)
+        if kinds is None:
+            return [layer >= dense_count for layer in range(self.layer_count)]
+        if len(kinds) != self.layer_count or not {"dense", "sparse"}.issuperset(kinds):
+            raise self.wrong("mlp_layer_types", f"a list of {self.layer_count} times 'dense' or 'sparse'")
+        return [kind == "sparse" for kind in kinds]
 
     def routed_by_sigmoid(self, dense_count: int = 0) -> list[MlpConfig | ExpertsConfig]:
         """Return the MLP of each layer, with DeepSeek-V3's router: sigmoid scores with a bias, and groups of experts.

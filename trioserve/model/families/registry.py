@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.families.cohere import COHERE, COHERE2
+from trioserve.model.families.cohere import COHERE, COHERE2, COHERE2_MOE
 from trioserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3
-from trioserve.model.families.exaone import EXAONE, EXAONE4
+from trioserve.model.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N
@@ -15,7 +15,7 @@ from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
 from trioserve.model.families.gpt_oss import GPT_OSS
 from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, HYPERCLOVAX
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
-from trioserve.model.families.llama import CWM, ERNIE45, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
+from trioserve.model.families.llama import CWM, ERNIE45, ERNIE45_MOE, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
 from trioserve.model.families.llama4 import LLAMA4
 from trioserve.model.families.mamba2 import BAMBA, MAMBA2
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
@@ -70,6 +70,9 @@ FAMILIES: tuple[Family, ...] = (
     LFM2_MOE,
     GLM4_MOE,
     MINIMAX_M2,
+    ERNIE45_MOE,
+    EXAONE_MOE,
+    COHERE2_MOE,
     DOTS1,
     GPT_OSS,
     LLAMA4,
