@@ -52,9 +52,9 @@ def _unpack(codes, scale, start, IS_MXFP4: tl.constexpr, HAS_MIN: tl.constexpr):
         first = ((half + 63) << 23).to(tl.float32, bitcast=True)
         second = ((scale.to(tl.int32) - half + 63) << 23).to(tl.float32, bitcast=True)
         code = codes.to(tl.int32)
-        exponent, mantissa = (code >> 1) & 3, code & 1
-        doubled = tl.where(exponent > 0, (2 + mantissa) << exponent >> 1, mantissa)
-        return tl.where(code >= 8, -doubled, doubled).to(tl.float32) * (first * second)
+        # As bits of a float32, a code is its number divided by 2**126. PTX keeps subnormal numbers, such as 2**-127.
+        number = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
+        return number * 1.7014118346046923e38 * (first * second)
     factor = scale.to(tl.float32)
     if HAS_MIN:
         return codes.to(tl.float32) * factor + start.to(tl.float32)
@@ -143,14 +143,14 @@ def four_bit_product_kernel(
                 start = _of_bytes(mins, group_index, channel, is_output, scale_stride, GROUP_BYTES, DEPTH_BLOCK // 2)
             else:
                 start = scale  # unused
-            lower_factors = _unpack(both & 15, scale, start, IS_MXFP4, HAS_MIN)
-            upper_factors = _unpack(both >> 4, scale, start, IS_MXFP4, HAS_MIN)
             numbers = values + row[:, None] * value_stride + place[None, :]
             seen = (row < end)[:, None] & inside[None, :]
             lower = tl.load(numbers, mask=seen, other=0.0)
             upper = tl.load(numbers + 16, mask=seen, other=0.0)
-            total = tl.dot(lower, lower_factors.to(lower.dtype), total, input_precision="tf32x3")
-            total = tl.dot(upper, upper_factors.to(upper.dtype), total, input_precision="tf32x3")
+            factors = _unpack(both & 15, scale, start, IS_MXFP4, HAS_MIN)
+            total = tl.dot(lower, factors.to(lower.dtype), total, input_precision="tf32x3")
+            factors = _unpack(both >> 4, scale, start, IS_MXFP4, HAS_MIN)
+            total = tl.dot(upper, factors.to(upper.dtype), total, input_precision="tf32x3")
         stored = (row < end)[:, None] & is_output[None, :]
         is_last = True
         if SPLITS > 1:

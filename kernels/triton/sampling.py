@@ -79,12 +79,13 @@ def best_parts_kernel(
     best = tl.full([TOKEN_BLOCK], float("-inf"), tl.float32)
     best_id = begin + lane
     flaw = tl.zeros([TOKEN_BLOCK], tl.int32)
-    for start in range(begin, tl.minimum(begin + PART_TOKENS, vocab_size), TOKEN_BLOCK):
-        token = start + lane
+    # The bounds are constant, because the compiler spills registers in a loop with loaded bounds (sm_120).
+    for start in range(0, PART_TOKENS, TOKEN_BLOCK):
+        token = begin + start + lane
         inside = token < vocab_size
         score = tl.load(scores + token, mask=inside, other=float("-inf")).to(tl.float32)
         hidden = score == float("-inf")
-        flaw |= tl.where(inside & ((score != score) | (score == float("inf"))), 1, 0)
+        flaw |= tl.where((score != score) | (score == float("inf")), 1, 0)
         flaw |= tl.where(inside & hidden, 2, 0)
         better = score > best
         if HAS_MASKS:
