@@ -15,8 +15,9 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from trioserve.connectors import nixl
+from trioserve.connectors import loopback, nixl
 from trioserve.connectors.host.transport import make_connector as make_host_connector
+from trioserve.connectors.loopback import make_connector as make_loopback_connector
 from trioserve.connectors.nixl_agent import AgentError
 from trioserve.connectors.stream import staging, transfers
 from trioserve.connectors.stream.transport import make_connector as make_tcp_connector
@@ -267,6 +268,74 @@ async def test_layers_that_are_not_written_at_the_end_of_a_connection_are_receiv
         assert await here.next_report() == Loaded(RequestId("r"), COUNT)
         assert transferred(there, here) == [True] * COUNT + [False]
         assert [kind for kind, *_ in there.copies.calls] == ["fetch", "fetch"]
+
+
+# --- engines in one program ---
+
+
+@pytest.mark.parametrize("chunk_bytes", (40, 100_000))
+async def test_transfer_in_one_program_needs_one_copy_at_each_side(
+    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loopback, "CHUNK_BYTES", chunk_bytes)
+    there, here = (Engine(name, make_loopback_connector) for name in ("there", "here"))
+    async with running(there, here):
+        begin(there, here)
+        assert await here.next_report() == Loaded(RequestId("r"), COUNT)
+        assert transferred(there, here) == [True] * COUNT + [False]
+        assert there.copies.calls == [("fetch", 5, 4)]
+        assert here.copies.calls == [("store", 5, 4)]
+        assert await there.next_report() == Released(RequestId("r"))
+        counts = there.connector.counts(), here.connector.counts()
+        assert counts[0]["blocks_sent_total"] == counts[1]["blocks_received_total"] == 4
+        bytes_moved = COUNT * LAYOUT.token_bytes * LAYOUT.layer_count
+        assert counts[0]["bytes_sent_total"] == counts[1]["bytes_received_total"] == bytes_moved
+
+
+@pytest.mark.parametrize("device", ("there", "here"))
+async def test_transfer_in_one_program_between_a_device_and_host_memory(device: str) -> None:
+    there, here = (Engine(name, make_loopback_connector) for name in ("there", "here"))
+    other = here if device == "there" else there
+    other.connector.pages = other.pages = MemoryPages(16, LAYOUT)  # type: ignore[assignment]
+    other.connector.setup = msgspec.structs.replace(other.connector.setup, pages=other.pages, copies=None)
+    async with running(there, here):
+        begin(there, here)
+        assert await here.next_report() == Loaded(RequestId("r"), COUNT)
+        assert transferred(there, here) == [True] * COUNT + [False]
+        assert there.copies.calls == ([("fetch", 5, 4)] if device == "there" else [])
+        assert here.copies.calls == ([("store", 5, 4)] if device == "here" else [])
+
+
+@pytest.mark.parametrize("side", ("fetch", "store"))
+async def test_load_in_one_program_that_is_abandoned_while_the_device_copies_writes_nothing_later(side: str) -> None:
+    there, here = (Engine(name, make_loopback_connector) for name in ("there", "here"))
+    async with running(there, here):
+        held = there if side == "fetch" else here
+        held.copies.hold()
+        begin(there, here)
+        while not held.copies.calls:
+            await trio.testing.wait_all_tasks_blocked()
+        before = [here.pages.content(block) for block in HERE]
+        here.connector.load_abandoned(RequestId("r"))
+        assert isinstance(await here.next_report(), LoadFailed)
+        assert await there.next_report() == Released(RequestId("r"))
+        held.copies.proceed()
+        await trio.testing.wait_all_tasks_blocked()
+        assert [here.pages.content(block) for block in HERE] == before
+
+
+async def test_hold_in_one_program_that_ends_while_the_device_copies_fails_the_load() -> None:
+    there, here = (Engine(name, make_loopback_connector) for name in ("there", "here"))
+    async with running(there, here):
+        there.copies.hold()
+        begin(there, here)
+        while not there.copies.calls:
+            await trio.testing.wait_all_tasks_blocked()
+        there.connector.hold_expired(RequestId("r"), HoldKind.SEND)
+        there.copies.proceed()
+        report = await here.next_report()
+        assert report == LoadFailed(RequestId("r"), "the hold of the blocks ended while they were read")
+        assert here.copies.calls == []
 
 
 # --- the host store ---

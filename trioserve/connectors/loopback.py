@@ -3,10 +3,11 @@
 The decode engine copies blocks from the prefill engine's cache.
 
 The connector is as strict as a network connector. A reader finds the other engine by its name in a hub. The reader
-copies one block at a time, with a checkpoint between two blocks, and either engine may end the read at a checkpoint. A
-read belongs to one offer, and before each block the reader checks that the offer is still valid. An offer is withdrawn
-when its hold expires, its request is aborted, or its engine ends. The offer then never becomes valid again, even if its
-blocks are used again, and the reader drops the blocks that it has copied.
+copies one block at a time, with a checkpoint between two blocks, and either engine may end the read at a checkpoint. If
+the blocks of an engine are on a device, one copy has all blocks of a transfer (see stream/staging.py). A read belongs
+to one offer, and before each copy the reader checks that the offer is still valid. An offer is withdrawn when its hold
+expires, its request is aborted, or its engine ends. The offer then never becomes valid again, even if its blocks are
+used again, and the reader drops the blocks that it has copied.
 
 Only `run` and its tasks wait. Each load has one task. All other methods are synchronous.
 """
@@ -19,7 +20,8 @@ import msgspec
 import trio
 
 from trioserve.connectors.conversion import convert, objection_to
-from trioserve.connectors.stream.frames import Chunk, places
+from trioserve.connectors.stream.frames import Chunk, Chunks, blocks_of, places, views
+from trioserve.connectors.stream.staging import FetchedBlocks, StoredBlocks
 from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
@@ -40,6 +42,7 @@ from trioserve.contracts.request import EngineRequest
 __all__ = ["LoopbackConnector", "Offer", "Reading", "make_connector"]
 
 REPORT_SECONDS = 1.0  # seconds between two reports that a reader is active: a tenth of the default duration of a hold
+CHUNK_BYTES = 2**20  # bytes that are copied in host memory between two checkpoints
 HUB = "default"
 
 COUNTED = (
@@ -126,6 +129,7 @@ class LoopbackConnector:
             names = ", ".join(sorted(unknown))
             raise StartupError(f"the connector loopback has no option {names}. Allowed: hub, a name")
         self.engine_id = setup.engine_id
+        self.setup = setup
         self.pages = setup.pages
         self._hub_name = str(setup.options.get("hub", HUB))
         self._wake = setup.wake
@@ -289,14 +293,9 @@ class LoopbackConnector:
         except Exception as error:
             self._fail(reading, f"copying a block raised {type(error).__name__}: {error}")
             return False
-        end = reading.start + reading.token_count
-        if reading.start + reading.block_count * self.pages.layout.block_size < end:
+        if reading.block_count * self.pages.layout.block_size < reading.token_count:
             return True
-        size = reading.connection.pages.layout.block_size
-        reading.connection.note_sent((end - 1) // size - reading.start // size + 1, 0)
-        self._counts["loads_completed_total"] += 1
-        reading.offer.was_read = True
-        self.end(reading, Loaded(reading.request_id, reading.asked_count))
+        self._complete(reading)
         return False
 
     def end(self, reading: Reading, event: Loaded | LoadFailed | None) -> None:
@@ -321,6 +320,14 @@ class LoopbackConnector:
         self._counts["loads_failed_total"] += 1
         self.end(reading, LoadFailed(reading.request_id, message))
 
+    def _complete(self, reading: Reading) -> None:
+        layout = reading.connection.pages.layout
+        sent = blocks_of(reading.offer.blocks, layout, reading.start, reading.token_count)
+        reading.connection.note_sent(len(sent), 0)
+        self._counts["loads_completed_total"] += 1
+        reading.offer.was_read = True
+        self.end(reading, Loaded(reading.request_id, reading.asked_count))
+
     def _copy_block(self, reading: Reading) -> None:
         near, connection = self.pages.layout, reading.connection.pages.layout
         position = reading.start + reading.block_count * near.block_size
@@ -337,11 +344,53 @@ class LoopbackConnector:
                     layer, target, token_start * near.token_bytes, convert(content, connection.dtype, near.dtype)
                 )
                 token_start += source.token_count
-        byte_count = token_count * connection.token_bytes * near.layer_count
-        reading.block_count += 1
-        self._counts["blocks_received_total"] += 1
+        self._note_received(reading, 1, token_count)
+
+    def _note_received(self, reading: Reading, block_count: int, token_count: int) -> None:
+        layout = reading.connection.pages.layout
+        byte_count = token_count * layout.token_bytes * layout.layer_count
+        reading.block_count += block_count
+        self._counts["blocks_received_total"] += block_count
         self._counts["bytes_received_total"] += byte_count
         reading.connection.note_sent(0, byte_count)
+
+    async def _copy_at_once(self, reading: Reading) -> None:
+        """Copy the blocks of a load if the blocks of an engine are on a device. A failure ends the load."""
+        near, connection, copies = self.pages.layout, reading.connection.pages.layout, self.setup.copies
+        start, count = reading.start, reading.token_count
+        sources = blocks_of(reading.offer.blocks, connection, start, count)
+        targets = blocks_of(reading.block_table, near, start, count)
+        fetched = FetchedBlocks(reading.connection.setup, sources)
+        stored = None
+        if copies is not None:
+            last_token_count = (start + count - 1) % near.block_size + 1
+            stored = StoredBlocks(self.pages, copies, targets, last_token_count, lambda: not reading.is_over)
+        chunks = Chunks(connection, start, count, CHUNK_BYTES)
+        try:
+            for index in range(len(chunks)):
+                chunk = chunks[index]
+                source = await fetched.of_layer(chunk.layer)
+                if not reading.offer.is_valid:
+                    self._fail(reading, "the hold of the blocks ended while they were read")
+                    return
+                target = self.pages if stored is None else stored.of_layer(chunk.layer)
+                there = views(source, reading.offer.blocks, chunk)
+                here = views(target, reading.block_table, chunk)
+                assert there is not None, "the host addresses the blocks of an engine without copies"
+                assert here is not None, "the host addresses the blocks of an engine without copies"
+                content = convert(b"".join(there), connection.dtype, near.dtype)
+                first = 0
+                for part in here:
+                    part[:] = content[first : first + len(part)]
+                    first += len(part)
+                if stored is not None and index + 1 == chunks.first_of_layer(chunk.layer + 1):
+                    await stored.layer_came(chunk.layer)
+                await trio.lowlevel.checkpoint()
+        except Exception as error:
+            self._fail(reading, f"copying blocks raised {type(error).__name__}: {error}")
+            return
+        self._note_received(reading, len(targets), count)
+        self._complete(reading)
 
     # --- tasks ---
 
@@ -373,6 +422,9 @@ class LoopbackConnector:
             reading.scope = nursery.cancel_scope
             nursery.start_soon(self._report_activity, reading)
             async with self._turn:
+                if self.setup.copies is not None or reading.connection.setup.copies is not None:
+                    await self._copy_at_once(reading)
+                    return
                 while self.copy_next(reading):
                     await trio.lowlevel.checkpoint()
 
