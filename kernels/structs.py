@@ -139,12 +139,13 @@ class RecurrentStruct(ctypes.Structure):
     """Python twin of the C++ struct Recurrent in cpu/step.h."""
 
     _fields_ = (
-        *((name, MatrixStruct) for name in ("input", "output")),
+        *((name, MatrixStruct) for name in ("input", "output", "selection", "time_step")),
         *((name, _pointer) for name in ("input_bias", "output_bias")),
         *((name, _pointer) for name in ("conv_weights", "conv_bias", "rates", "skips", "time_step_bias", "gate_norm")),
+        ("selection_norm", _pointer),
         *((name, _int) for name in ("channels", "kernel", "projected", "heads", "head_dim", "groups", "vectors")),
-        *((name, _int) for name in ("norm", "norm_groups", "is_delta", "in_turn")),
-        *((name, _float) for name in ("time_step_min", "time_step_max")),
+        *((name, _int) for name in ("norm", "norm_groups", "is_delta", "in_turn", "rank")),
+        *((name, _float) for name in ("time_step_min", "time_step_max", "selection_eps")),
     )
 
 

@@ -1,8 +1,8 @@
-// Layers with a state per sequence: convolutions over its last tokens, selective state spaces (Mamba-2, arXiv 2405.21060),
-// and the gated delta rule (arXiv 2412.06464).
+// Layers with a state per sequence: convolutions over its last tokens, selective state spaces (Mamba-2, arXiv 2405.21060,
+// and Mamba, arXiv 2312.00752), and the gated delta rule (arXiv 2412.06464).
 //
 // A state is float32, in one slot of a layer's memory: [kernel - 1][channels], the last inputs of the convolution, oldest
-// first. The latter two also have [heads][vectors][head_dim]. The rows of a chunk are computed in order, whatever else is in
+// first. All but the first also have [heads][vectors][head_dim]. The rows of a chunk are computed in order, whatever else is in
 // the step. So the bits of a row depend neither on the step nor on how its prompt was split into chunks. Chunks, channels and
 // heads are independent pieces of work.
 #pragma once
@@ -37,6 +37,14 @@ inline int64_t inner_size(const Recurrent& layer) {
 inline Lanes silu_of(Lanes x) { return div(x, add(set(1.0f), exp(sub(zero(), x)))); }
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// softplus with log(1 + e) as the series of 2 * atanh(e / (2 + e)).
+inline Lanes softplus(Lanes x) {
+    const Lanes power = exp(min(x, sub(zero(), x))), share = div(power, add(set(2.0f), power)), square = mul(share, share);
+    Lanes sum = set(1.0f / 13);
+    for (const float divisor : {11.0f, 9.0f, 7.0f, 5.0f, 3.0f, 1.0f}) sum = fma(sum, square, set(1.0f / divisor));
+    return fma(add(share, share), sum, max(zero(), x));  // this order of arguments keeps NaN
+}
 
 // Copies `size` numbers at `offset` of the state before a span to the slot of the state after it. Returns their address there,
 // where they are updated.
@@ -118,6 +126,34 @@ inline void scan(const Recurrent& layer, float* memory, const StateSpan* spans, 
                 scan_row<4>(layer, state, first, decay, time_step, skip, x, b, c, to);
             for (; first < dim; first += LANES)
                 scan_row<1>(layer, state, first, decay, time_step, skip, x, b, c, to);
+        }
+    }
+}
+
+// Computes 16 channels of a chunk's rows in a selective scan, from `channel` on. convolved, time_steps: [rows][channels].
+// selected: [rows][rank + 2 * vectors], with b and c. Time steps are complete: the bias and softplus are applied.
+inline void scan_selected(const Recurrent& layer, float* memory, const StateSpan* spans, int32_t span_count, int64_t channel,
+                          const float* convolved, const float* time_steps, const float* selected, float* scanned) {
+    const int64_t channels = layer.channels, stride = state_size(layer), first = conv_size(layer) + channel;
+    const Lanes skips = load(layer.skips + channel);
+    for (const StateSpan* span = spans; span < spans + span_count; span++) {
+        const float* before = memory + int64_t(span->reads) * stride + first;
+        float* state = memory + int64_t(span->writes) * stride + first;
+        for (int64_t vector = 0; vector < layer.vectors; vector++)
+            store(state + vector * channels, span->reads < 0 ? zero() : load(before + vector * channels));
+        for (int64_t row = span->first_row; row < span->first_row + span->count; row++) {
+            const float *b = selected + row * (layer.rank + 2 * layer.vectors) + layer.rank, *c = b + layer.vectors;
+            const Lanes x = load(convolved + row * channels + channel), step = load(time_steps + row * channels + channel);
+            const Lanes scaled = mul(x, step);
+            Lanes sum = mul(x, skips);
+            for (int64_t vector = 0; vector < layer.vectors; vector++) {
+                float* place = state + vector * channels;
+                const Lanes decay = exp(mul(step, load(layer.rates + vector * channels + channel)));
+                const Lanes value = fma(scaled, set(b[vector]), mul(load(place), decay));
+                store(place, value);
+                sum = fma(value, set(c[vector]), sum);
+            }
+            store(scanned + row * channels + channel, sum);
         }
     }
 }

@@ -306,7 +306,10 @@ private:
                 const T* pages, const HeadRows<T>& attended, const void* after);
     template <class T>
     void gate_attended(int thread, const Layer& layer, const Rows<T>& attended, int64_t size);
+    template <class T>
     void make_room_for_states(const Model& model);
+    template <class T>
+    void select(int thread, const Recurrent& layer, const Rows<const T>& x);
     template <class T>
     void recur(int thread, const Step& step, const Recurrent& layer, float eps, float* memory, const Rows<T>& mixed);
     template <class T>
@@ -368,7 +371,7 @@ private:
     bool packs_decodes_ = false;  // true if decodes must sum like prompts but usually do not
     Buffer hidden_, normed_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
     Buffer chances_, gathered_, mixed_;
-    Buffer projected_, convolved_, scanned_, recurrent_;  // for layers with a state
+    Buffer projected_, convolved_, scanned_, recurrent_, selected_, latents_, time_steps_;  // for layers with a state
     Buffer compressed_, raised_, plain_, values_;  // for latent attention
     Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_, logits_of_ranks_, exchanged_;
     StepAdapters adapters_;
@@ -1135,6 +1138,7 @@ void Engine::gate_attended(int thread, const Layer& layer, const Rows<T>& attend
 }
 
 // Allocates memory before the threads start, because a thread cannot report a failure.
+template <class T>
 void Engine::make_room_for_states(const Model& model) {
     for (int32_t index = 0; index < model.layer_count; index++) {
         const Recurrent* layer = model.layers[index].recurrent;
@@ -1143,7 +1147,43 @@ void Engine::make_room_for_states(const Model& model) {
         convolved_.of<float>(rows_ * layer->channels);
         scanned_.of<float>(rows_ * layer->heads * layer->head_dim);
         for (Own& own : own_) own.vectors.of<float>(2 * layer->vectors);
+        selected_.of<float>(layer->rank > 0 ? rows_ * (layer->rank + 2 * layer->vectors) : 0);
+        latents_.of<T>(layer->rank > 0 ? readable(rows_) * padded_depth(layer->rank) : 0);
+        time_steps_.of<float>(layer->rank > 0 ? rows_ * layer->channels : 0);
     }
+}
+
+// Computes the latents of the time steps, b, c and the time steps of a selective scan. x: the convolved inputs.
+template <class T>
+void Engine::select(int thread, const Recurrent& layer, const Rows<const T>& x) {
+    const int64_t rank = layer.rank, vectors = layer.vectors, size = rank + 2 * vectors, channels = layer.channels;
+    product<T>(thread, x, rows_, layer.selection, nullptr, kept_in(selected_.of<float>(0), size));
+    team.meet();
+    const auto latents = rows_for<T>(latents_.of<T>(0), rows_, rank);
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+        float* own = selected_.of<float>(0) + row * size;
+        const float* weights = layer.selection_norm;
+        if (weights != nullptr) {
+            norm_group(own, weights, rank, layer.selection_eps);
+            norm_group(own + rank, weights + rank, vectors, layer.selection_eps);
+            norm_group(own + rank + vectors, weights + rank + vectors, vectors, layer.selection_eps);
+        }
+        for (int64_t n = 0; n < rank; n += LANES) store(latents.at(row, n), load(own + n));
+        latents.pad(row, rank);
+    }
+    team.meet();
+    float* time_steps = time_steps_.of<float>(0);
+    product<T>(thread, latents, rows_, layer.time_step, nullptr,
+               [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                   for (int row = 0; row < count; row++)
+                       for (int block = 0; block < blocks; block++) {
+                           const int64_t n = (first_block + block) * LANES;
+                           const Lanes sum = load(sums + row * PANEL + block * LANES);
+                           store(time_steps + (first_row + row) * channels + n,
+                                 softplus(add(sum, load(layer.time_step_bias + n))));
+                       }
+               });
+    team.meet();
 }
 
 // Computes a recurrent layer from its first projection, which is complete. mixed: receives the input of the last projection.
@@ -1154,14 +1194,23 @@ void Engine::recur(int thread, const Step& step, const Recurrent& layer, float e
     float *convolved = convolved_.of<float>(0), *scanned = scanned_.of<float>(0);
     const int64_t stride = projected_stride(layer), channels = layer.channels, inner = layer.heads * layer.head_dim;
     const int64_t pieces = (channels / LANES + CONV_BLOCKS - 1) / CONV_BLOCKS;
+    // In a selective scan, the projection has the inputs of the convolution before the gate.
+    const bool is_selective = layer.rank > 0;
+    const int64_t inputs_at = is_selective ? 0 : inner, gate_at = is_selective ? channels : 0;
     for (int64_t index; (index = team.take()) < pieces * step.chunk_count;) {
         const int64_t chunk = index / pieces, first = index % pieces * CONV_BLOCKS * LANES;
         const int32_t begin = step.span_firsts[chunk], count = step.span_firsts[chunk + 1] - begin;
         for (int64_t n = first; n < std::min(first + CONV_BLOCKS * LANES, channels); n += LANES) {
             if (layer.heads > 0)
                 convolve(layer, memory, step.spans + begin, count, n,
-                         [&](int64_t row) { return load(projected + row * stride + inner + n); },
-                         [&](int64_t row, Lanes sum) { store(convolved + row * channels + n, silu_of(sum)); });
+                         [&](int64_t row) { return load(projected + row * stride + inputs_at + n); },
+                         [&](int64_t row, Lanes sum) {
+                             const Lanes x = silu_of(sum);
+                             store(convolved + row * channels + n, x);
+                             if (!is_selective) return;
+                             store(mixed.at(row, n), x);
+                             if (n + LANES == channels) mixed.pad(row, channels);
+                         });
             else
                 convolve(layer, memory, step.spans + begin, count, n,
                          [&](int64_t row) {
@@ -1174,7 +1223,16 @@ void Engine::recur(int thread, const Step& step, const Recurrent& layer, float e
         }
     }
     team.meet();
-    if (layer.heads > 0) {
+    if (is_selective) {
+        select<T>(thread, layer, mixed);
+        for (int64_t index; (index = team.take()) < channels / LANES * step.chunk_count;) {
+            const int64_t chunk = index / (channels / LANES), n = index % (channels / LANES) * LANES;
+            const int32_t begin = step.span_firsts[chunk], count = step.span_firsts[chunk + 1] - begin;
+            scan_selected(layer, memory, step.spans + begin, count, n, convolved, time_steps_.of<float>(0),
+                          selected_.of<float>(0), scanned);
+        }
+        team.meet();
+    } else if (layer.heads > 0) {
         for (int64_t index; (index = team.take()) < int64_t(layer.heads) * step.chunk_count;) {
             const int64_t chunk = index / layer.heads;
             const int32_t begin = step.span_firsts[chunk], count = step.span_firsts[chunk + 1] - begin;
@@ -1189,7 +1247,7 @@ void Engine::recur(int thread, const Step& step, const Recurrent& layer, float e
     }
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
         if (layer.heads > 0)
-            gate_and_norm(layer, eps, projected + row * stride, scanned + row * inner, mixed, row);
+            gate_and_norm(layer, eps, projected + row * stride + gate_at, scanned + row * inner, mixed, row);
         else
             mixed.pad(row, channels);
     }
@@ -1535,7 +1593,7 @@ bool Engine::compute(const Model& model, const Step& step) {
         if (const Recurrent* layer = model.layers[index].recurrent)
             recurrent_size = std::max(recurrent_size, inner_size(*layer));
     T* recurrent = recurrent_.of<T>(recurrent_size > 0 ? readable(rows) * padded_depth(recurrent_size) : 0);
-    make_room_for_states(model);
+    make_room_for_states<T>(model);
     make_room_for_streams<T>(model);
     for (int32_t index = 0; index < model.layer_count; index++)
         if (model.layers[index].attention_gate != nullptr) attention_gates_.of<float>(rows * query_size);

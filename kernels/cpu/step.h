@@ -60,15 +60,18 @@ enum StateNorm : int32_t { NORM_OF_GATED = 0, NORM_BEFORE_GATE = 1, NO_STATE_NOR
 // * head_dim numbers, b and c have groups * vectors numbers each.
 // Gated delta rule (is_delta): the projection gives z, q, k, v, decays and shares. q, k and v are the channels of the
 // convolution. A group of keys and queries serves adjacent heads, or with in_turn every (heads / groups)-th head.
+// Selective scan (rank is not 0): the projection gives x, which is convolved, and z. All channels are one head. selection:
+// projects x to a latent of `rank` numbers, b and c. time_step: projects the latent to a time step for each channel.
+// selection_norm: normalizes the latent, b and c, or null. rates: [vectors][channels]. skips, time_step_bias: [channels].
 // conv_weights: [kernel][channels]. conv_bias: [channels], or null. gate_norm: [heads * head_dim], or null without a norm.
 // It normalizes norm_groups groups. rates, skips, time_step_bias: [heads].
 struct Recurrent {
-    Matrix input, output;
+    Matrix input, output, selection, time_step;
     const float *input_bias, *output_bias;
-    const float *conv_weights, *conv_bias, *rates, *skips, *time_step_bias, *gate_norm;
+    const float *conv_weights, *conv_bias, *rates, *skips, *time_step_bias, *gate_norm, *selection_norm;
     int32_t channels, kernel, projected, heads, head_dim, groups, vectors;
-    int32_t norm, norm_groups, is_delta, in_turn;  // norm is a StateNorm
-    float time_step_min, time_step_max;
+    int32_t norm, norm_groups, is_delta, in_turn, rank;  // norm is a StateNorm
+    float time_step_min, time_step_max, selection_eps;
 };
 
 // Latent attention (latent_attention.h), instead of query and key heads.

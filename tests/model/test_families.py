@@ -18,7 +18,14 @@ from safetensors.torch import load_file, save_file
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.families.registry import FAMILIES
-from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, KVAttention, LayerConfig, MlpConfig
+from trioserve.model.layer_config import (
+    AttentionConfig,
+    ExpertsConfig,
+    KVAttention,
+    LayerConfig,
+    MlpConfig,
+    SelectiveScanConfig,
+)
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import ModelConfig
@@ -62,6 +69,10 @@ GGUF_KINDS = (
     "falcon-h1",
     "falcon-h1-unnormed",
     "mamba2",
+    "mamba",
+    "mamba-biased",
+    "jamba",
+    "jamba-dense",
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",
@@ -131,6 +142,9 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
     """
     replace = msgspec.structs.replace
     assert own.residual_scale == pytest.approx(other.residual_scale)
+    if isinstance(own.attention, SelectiveScanConfig) and isinstance(other.attention, SelectiveScanConfig):
+        assert own.attention.norm_eps == pytest.approx(other.attention.norm_eps)
+        own = replace(own, attention=replace(own.attention, norm_eps=other.attention.norm_eps))
     if not isinstance(own.attention, KVAttention):
         assert replace(own, residual_scale=other.residual_scale) == other
         return
@@ -151,6 +165,28 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
         assert own.mlp.cutoff == pytest.approx(other.mlp.cutoff)
         own = replace(own, mlp=replace(own.mlp, cutoff=other.mlp.cutoff))
     assert replace(own, attention=attention, residual_scale=other.residual_scale) == other
+
+
+def test_gguf_file_of_falcon_mamba_is_read_as_a_mamba_with_norms(
+    tiny_checkpoints: ModuleType,
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    """llama.cpp has one epsilon for all norms: that of the layers' input norms."""
+    path = tmp_path / "model.gguf"
+    tiny_checkpoints.write_family_gguf(tiny_checkpoint("falcon-mamba"), path)
+    ours, theirs = open_checkpoint(path), open_checkpoint(tiny_checkpoint("falcon-mamba"))
+    assert (ours.config.family, theirs.config.family) == ("mamba", "falcon_mamba")
+    for own, other in zip(ours.config.layers, theirs.config.layers, strict=True):
+        assert isinstance(own.attention, SelectiveScanConfig)
+        assert isinstance(other.attention, SelectiveScanConfig)
+        assert (own.attention.norm_eps, other.attention.norm_eps) == (pytest.approx(1e-4), 1e-5)
+        assert msgspec.structs.replace(own.attention, norm_eps=1e-5) == other.attention
+    expected, found = tensors_of(theirs), tensors_of(ours)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def test_every_model_family_has_one_name() -> None:
@@ -400,6 +436,11 @@ def test_idefics_text_config_defaults_to_llama() -> None:
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window in config.json is 0, but it must be at least 1"),
         ("Lfm2ForCausalLM", {"conv_L_cache": 1, "full_attn_idxs": [0]}, "kernel size is 1, allowed is 2 to 64"),
         ("Lfm2MoeForCausalLM", {**MIXTURE, "num_experts": 4, "moe_intermediate_size": 32}, "lacks layer_types"),
+        ("MambaForCausalLM", {"hidden_act": "gelu"}, "hidden_act in config.json is 'gelu'"),
+        ("MambaForCausalLM", {"time_step_rank": 0}, "rank of the time steps is 0, allowed is 1 to"),
+        ("FalconMambaForCausalLM", {"mixer_rms_eps": 0.0}, "epsilon of the state space's norms is 0.0"),
+        ("JambaForCausalLM", {"attn_layer_period": 0}, "attn_layer_period in config.json is 0, but it must"),
+        ("JambaForCausalLM", {"mamba_d_conv": 1}, "kernel size is 1, allowed is 2 to 64"),
         ("Glm4MoeForCausalLM", {**ROUTED, "topk_group": 0}, "groups for each token is 0, allowed is 1 to 1"),
         (
             "ExaoneMoeForCausalLM",

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -19,11 +20,12 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model import recurrent_layers
 from trioserve.model.device import cache_size, kv_block_bytes
 from trioserve.model.drafts.checkpoints import check_draft
-from trioserve.model.layer_config import AttentionConfig, ShortConvConfig, StateSpaceConfig
+from trioserve.model.layer_config import AttentionConfig, SelectiveScanConfig, ShortConvConfig, StateSpaceConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import why_not_native
+from trioserve.model.native_recurrent import why_not_recurrent
 from trioserve.model.settings import ModelSettings
 from trioserve.model.torch_step_model import TorchStepModel
 
@@ -235,7 +237,7 @@ def test_draft_tokens_are_refused_for_models_with_states() -> None:
         check_draft(config, config, "small")
 
 
-@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "qwen3-next"))
+@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "jamba", "qwen3-next"))
 def test_state_layers_give_equal_results_for_mixed_chunks_and_single_chunks(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
@@ -288,7 +290,7 @@ async def test_engine_refuses_options_that_states_do_not_support(tiny_checkpoint
                 raise AssertionError("opened")
 
 
-@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "qwen3-next"))
+@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "jamba", "qwen3-next"))
 async def test_engine_continues_from_a_copied_state_and_frees_all_slots(
     kind: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:
@@ -303,6 +305,25 @@ async def test_engine_continues_from_a_copied_state_and_frees_all_slots(
     assert stats.prefix_hit_tokens_total == 48
     assert (stats.states_used, stats.states_total) == (0, 4)
     assert stats.snapshots_kept > 0
+
+
+@pytest.mark.parametrize("count", (1, 2, 63, 64))
+def test_pieces_of_a_selective_scan_give_the_states_of_single_tokens(count: int) -> None:
+    draw = torch.Generator().manual_seed(count)
+    decays, added = (torch.rand(count, 5, 3, generator=draw, dtype=torch.float64) for _ in range(2))
+    state, wanted = torch.rand(5, 3, generator=draw, dtype=torch.float64), []
+    for token in range(count):
+        wanted.append(decays[token] * (wanted[-1] if wanted else state) + added[token])
+    torch.testing.assert_close(recurrent_layers._accumulated(decays, added, state), torch.stack(wanted))
+
+
+def test_native_kernels_name_unsupported_sizes_of_selective_scans() -> None:
+    scan = SelectiveScanConfig(channel_count=128, vector_size=16, rank=16, kernel_size=4)
+    assert why_not_recurrent(scan) is None
+    replace = msgspec.structs.replace
+    assert why_not_recurrent(replace(scan, rank=8)) == "the rank of the time steps is 8, which is no multiple of 16"
+    reason = why_not_recurrent(replace(scan, vector_size=24))
+    assert reason == "a state space's state size is 24, which is no multiple of 16"
 
 
 @pytest.mark.parametrize("count", (1, 63, 64, 65, 200))

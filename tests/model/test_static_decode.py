@@ -115,6 +115,7 @@ def conversation(driver: Any) -> dict[str, list[int]]:
         "granite-hybrid-moe",
         "falcon-h1",
         "mamba2",
+        "jamba",
         "qwen3-next",
     ),
 )

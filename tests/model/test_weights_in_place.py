@@ -51,6 +51,7 @@ KINDS = [
     "deepseek-v3",
     "lfm2",
     "mamba2",
+    "jamba",
 ]
 
 Said = list[tuple[tuple[int, ...], list[TokenLogprob]]]

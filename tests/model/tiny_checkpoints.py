@@ -138,6 +138,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
 }
 # one or two kinds of each further family; write_gguf does not support them
+_MAMBA_1 = {"state_size": 16, "conv_kernel": 3, "layer_norm_epsilon": 1e-4, "pad_token_id": 0}
+_JAMBA = {
+    "mamba_d_state": 16,
+    "mamba_d_conv": 3,
+    "mamba_dt_rank": 16,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 3,
+    "expert_layer_offset": 2,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
 FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {"head_dim": 32, "sliding_window": 8, "layer_types": _MIXED}),
     "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": True}),
@@ -558,6 +570,25 @@ FAMILY_KINDS |= {
             "pad_token_id": 0,
         },
     ),
+    "mamba": ("mamba", {**_MAMBA_1, "time_step_rank": 16, "num_hidden_layers": 3}),
+    "mamba-biased": (
+        "mamba",
+        {
+            **_MAMBA_1,
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "expand": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-mamba": ("falcon_mamba", {**_MAMBA_1, "time_step_rank": 32, "mixer_rms_eps": 1e-5}),
+    "jamba": ("jamba", {**_JAMBA, "num_experts": 4, "num_hidden_layers": 4}),
+    "jamba-dense": (
+        "jamba",
+        {**_JAMBA, "num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_expand": 3},
+    ),
     "ministral3": ("ministral3", {"head_dim": 32, "rope_parameters": _MINISTRAL3_ROPE}),
     "ministral3-images": (
         "mistral3",
@@ -899,7 +930,7 @@ _USUAL_FIELDS = {
     "moe_layer_interval": "interleave_moe_layer_step",
 }
 _ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
-_HYBRIDS = ("granitemoehybrid", "lfm2", "lfm2_moe")
+_HYBRIDS = ("granitemoehybrid", "jamba", "lfm2", "lfm2_moe")
 _PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixtral", "ministral3", "smollm3")
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
@@ -920,6 +951,7 @@ _ARCHITECTURES = {
     "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe",
     "falcon_h1": "falcon-h1",
+    "falcon_mamba": "mamba",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "llama4_text": "llama4",
@@ -983,6 +1015,8 @@ def write_family_gguf(
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if model_type == "mamba2":
         _add_mamba2_metadata(writer, config)
+    if model_type in ("mamba", "falcon_mamba"):
+        _add_mamba_metadata(writer, config)
     if model_type == "ministral3":
         writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
     if model_type == "minimax_m2":
@@ -1050,9 +1084,33 @@ def write_family_gguf(
     writer.close()
 
 
+def _add_mamba_metadata(writer: Any, config: dict[str, Any]) -> None:
+    """Add the converter's metadata: no attention heads, and no MLP."""
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
+    names = {"mamba_d_conv": "conv_kernel", "mamba_d_state": "state_size", "mamba_dt_rank": "time_step_rank"}
+    config |= {ours: config[theirs] for ours, theirs in names.items()}
+    _add_selective_scan_metadata(writer, config, config["intermediate_size"])
+
+
+def _add_selective_scan_metadata(writer: Any, config: dict[str, Any], inner_size: int) -> None:
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_inner_size(inner_size)
+    writer.add_ssm_time_step_rank(config["mamba_dt_rank"])
+
+
 def _add_hybrid_metadata(writer: Any, config: dict[str, Any]) -> None:
     import gguf
 
+    if config["model_type"] == "jamba":
+        period, offset = config["attn_layer_period"], config["attn_layer_offset"]
+        layers = range(config["num_hidden_layers"])
+        writer.add_head_count_kv([config["num_key_value_heads"] * (layer % period == offset) for layer in layers])
+        _add_selective_scan_metadata(writer, config, config["mamba_expand"] * config["hidden_size"])
+        return
     attends = [kind == "full_attention" for kind in config["layer_types"]]
     writer.add_head_count_kv([config["num_key_value_heads"] if at else 0 for at in attends])
     if config["model_type"] != "granitemoehybrid":
@@ -1125,9 +1183,9 @@ def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return [(name, values.squeeze(1))]
     if name.endswith(("mamba.A_log", "mixer.A_log")):
-        return [(name, -np.exp(values)[:, None])]
+        return [(name, -np.exp(values) if values.ndim > 1 else -np.exp(values)[:, None])]
     if name.endswith((".mamba.D", ".mixer.D")):
-        return [(name, values[:, None])]
+        return [(name, values if config["model_type"] in ("mamba", "falcon_mamba", "jamba") else values[:, None])]
     if name.endswith("linear_attn.dt_bias"):
         return [(name.replace("dt_bias", "dt_proj.bias"), values)]
     if name.endswith("linear_attn.A_log"):

@@ -17,6 +17,7 @@ from trioserve.model.layer_config import (
     KVAttention,
     LatentAttentionConfig,
     LayerConfig,
+    SelectiveScanConfig,
     ShortConvConfig,
 )
 from trioserve.model.layers import (
@@ -35,7 +36,7 @@ from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.mlp import Experts, Mlp
 from trioserve.model.model_config import LayerPart, ModelConfig
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
-from trioserve.model.recurrent_layers import DeltaNet, ShortConv, StateSpace
+from trioserve.model.recurrent_layers import DeltaNet, SelectiveScan, ShortConv, StateSpace
 from trioserve.model.step_tensors import StepTensors
 from trioserve.model.streams import LayerStreams, Streams
 from trioserve.model.torch_formats import TensorSlot
@@ -200,7 +201,7 @@ class _Layer:
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
         self._mlp_norm = norm("mlp_norm", layer.has_input_norms and not layer.is_parallel and mlp is not None)
         self._mlp_output_norm = norm("mlp_output_norm", layer.has_output_norms)
-        self._attention: _Attention | LatentAttention | ShortConv | StateSpace | DeltaNet
+        self._attention: _Attention | LatentAttention | ShortConv | StateSpace | SelectiveScan | DeltaNet
         if isinstance(attention, AttentionConfig):
             self._attention = _Attention(name, linear, config, attention, kernels, dtype=dtype, device=device)
         elif isinstance(attention, LatentAttentionConfig):
@@ -209,6 +210,8 @@ class _Layer:
             self._attention = ShortConv(name, config, attention, dtype=dtype, device=device)
         elif isinstance(attention, DeltaNetConfig):
             self._attention = DeltaNet(name, config, attention, dtype=dtype, device=device)
+        elif isinstance(attention, SelectiveScanConfig):
+            self._attention = SelectiveScan(name, config, attention, dtype=dtype, device=device)
         else:
             self._attention = StateSpace(name, config, attention, dtype=dtype, device=device)
         self._beside: StateSpace | None = None
@@ -342,7 +345,7 @@ class _Layer:
 
 
 def _compute_recurrent(
-    layer: ShortConv | StateSpace | DeltaNet, normed: Tensor, step: StepTensors, states: Tensor | None
+    layer: ShortConv | StateSpace | SelectiveScan | DeltaNet, normed: Tensor, step: StepTensors, states: Tensor | None
 ) -> Tensor:
     assert states is not None, "a layer that keeps states needs their buffer"
     assert step.states is not None, "a layer that keeps states needs chunks with states"

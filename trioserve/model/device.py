@@ -11,7 +11,13 @@ from typing import Literal, NamedTuple
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import install_command
-from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig, LayerConfig, MlpConfig
+from trioserve.model.layer_config import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    SelectiveScanConfig,
+)
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, KvFormat, head_bytes, kv_format_of
 from trioserve.model.settings import ModelSettings
@@ -216,6 +222,8 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
     """Return the number of weights of a layer's attention or recurrence, including a state space beside attention."""
     attention, recurrent, hidden = layer.attention, layer.recurrent, config.hidden_size
     states = 0 if recurrent is None else hidden * (recurrent.projected_size + recurrent.inner_size)
+    if isinstance(recurrent, SelectiveScanConfig):
+        states += recurrent.channel_count * (sum(recurrent.selected_sizes) + recurrent.rank)
     if isinstance(attention, AttentionConfig):
         gates = attention.query_size if attention.has_gate else 0
         return states + hidden * (attention.query_size + attention.projected_size + gates)

@@ -28,6 +28,8 @@ __all__ = [
     "StateNorm",
     "StateSpaceConfig",
     "Scoring",
+    "SelectiveScanConfig",
+    "SelectionNorm",
     "Temperature",
     "check_count",
     "check_positive",
@@ -38,6 +40,7 @@ NormKind = Literal["rms", "layer"]
 QkNorm = Literal["none", "head", "heads", "row", "unit"]
 Scoring = Literal["softmax", "sigmoid"]
 StateNorm = Literal["gated", "ungated", "none"]
+SelectionNorm = Literal["none", "unit", "weighted"]
 
 # These limits prevent a huge allocation for a damaged header. The largest models of the supported families have 128
 # heads and dimensions below 200,000.
@@ -565,6 +568,64 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
         return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
 
 
+class SelectiveScanConfig(msgspec.Struct, frozen=True, kw_only=True, tag="selective_scan"):
+    """Selective state space in place of attention (Mamba, arXiv 2312.00752).
+
+    A token is projected to x and z. x is convolved, each channel with its own weights, and silu is applied. x is then
+    projected to a latent of the time steps, b and c, and the latent to a time step for each channel. Each channel has a
+    state of vector_size numbers, and a rate (negative) for each number. For each token, a number is multiplied by
+    exp(time step * rate), and time step * b * x is added. The output is (c * state + skip * x) * silu(z).
+
+    Attributes:
+        rank: size of the latent of the time steps.
+        has_bias: the projection to x and z and the output projection have biases.
+        norm: "unit": the latent, b and c are normalized without weights. "weighted": they are normalized with weights.
+        norm_eps: number that these norms add to the mean square.
+    """
+
+    channel_count: int
+    vector_size: int
+    rank: int
+    kernel_size: int
+    has_bias: bool = False
+    has_conv_bias: bool = True
+    norm: SelectionNorm = "none"
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_count("the state space's channels", self.channel_count, DIMENSION_MAX)
+        check_count("the state space's state size", self.vector_size, DIMENSION_MAX)
+        check_count("the rank of the time steps", self.rank, DIMENSION_MAX)
+        check_count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
+        check_count("the state space's state", self.state_size, STATE_NUMBERS_MAX)
+        check_positive("the epsilon of the state space's norms", self.norm_eps)
+
+    @property
+    def convolved_size(self) -> int:
+        """Channels of the convolution."""
+        return self.channel_count
+
+    @property
+    def projected_size(self) -> int:
+        """Numbers that the first projection gives for one token."""
+        return 2 * self.channel_count
+
+    @property
+    def selected_sizes(self) -> tuple[int, int, int]:
+        """Sizes of the latent of the time steps, b and c."""
+        return self.rank, self.vector_size, self.vector_size
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of one token that the last projection reads."""
+        return self.channel_count
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that the layer keeps of one sequence: the last inputs of the convolution, and the states."""
+        return (self.kernel_size - 1 + self.vector_size) * self.channel_count
+
+
 class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net"):
     """Gated delta rule in place of attention (arXiv 2412.06464).
 
@@ -631,7 +692,7 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
         return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
 
 
-Recurrent: TypeAlias = ShortConvConfig | StateSpaceConfig | DeltaNetConfig
+Recurrent: TypeAlias = ShortConvConfig | StateSpaceConfig | SelectiveScanConfig | DeltaNetConfig
 """Part of a layer that keeps a state of a whole sequence."""
 
 
@@ -652,7 +713,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
             The sum is divided by sqrt(2). 0: there is no such path.
     """
 
-    attention: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig | DeltaNetConfig
+    attention: KVAttention | Recurrent
     mlp: MlpConfig | ExpertsConfig | None
     has_input_norms: bool = True
     has_output_norms: bool = False

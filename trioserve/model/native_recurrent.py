@@ -13,7 +13,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trioserve.model.layer_config import DeltaNetConfig, Recurrent, ShortConvConfig, StateSpaceConfig
+from trioserve.model.layer_config import (
+    DeltaNetConfig,
+    Recurrent,
+    SelectiveScanConfig,
+    ShortConvConfig,
+    StateSpaceConfig,
+)
 from trioserve.model.model_config import ModelConfig, StreamsConfig
 from trioserve.model.number_formats import Float32Array, Values
 from trioserve.model.packed_weights import PackedWeights
@@ -53,6 +59,8 @@ def why_not_recurrent(layer: Recurrent) -> str | None:
         sizes.append(("a state space's head_dim", layer.head_dim))
     if isinstance(layer, DeltaNetConfig):
         sizes += [("linear_value_head_dim", layer.head_dim), ("linear_num_value_heads", layer.head_count)]
+    if isinstance(layer, SelectiveScanConfig):
+        sizes += [("the rank of the time steps", layer.rank), ("a state space's state size", layer.vector_size)]
     for name, size in sizes:
         if size % BLOCK_OUTPUTS:
             return f"{name} is {size}, which is no multiple of {BLOCK_OUTPUTS}"
@@ -81,6 +89,18 @@ class NativeRecurrent:
         elif isinstance(layer, DeltaNetConfig):
             self._vectors = {name: empty_float32(layer.head_count) for name in ("rates", "time_step_bias")}
             self._vectors["gate_norm"] = empty_float32(layer.head_count, layer.head_dim)
+        self._selection_norms: dict[str, Float32Array] = {}
+        if isinstance(layer, SelectiveScanConfig):
+            self._vectors = {
+                "rates": empty_float32(layer.vector_size, layer.channel_count),
+                "skips": empty_float32(layer.channel_count),
+                "time_step_bias": empty_float32(layer.channel_count),
+            }
+            # The norms are adjacent in memory, in the order of the projection's outputs.
+            self._selection_norm = np.ones(sum(layer.selected_sizes), dtype=np.float32)
+            parts = np.split(self._selection_norm, np.cumsum(layer.selected_sizes)[:-1])
+            if layer.norm == "weighted":
+                self._selection_norms = dict(zip(("time_step_norm", "b_norm", "c_norm"), parts, strict=True))
         self._struct = RecurrentStruct(
             input_bias=None if self._input_bias is None else address(self._input_bias),
             output_bias=None if self._output_bias is None else address(self._output_bias),
@@ -93,7 +113,14 @@ class NativeRecurrent:
             time_step_min=self._limits[0],
             time_step_max=self._limits[1],
         )
-        if not isinstance(layer, ShortConvConfig):
+        if isinstance(layer, SelectiveScanConfig):
+            # All channels are one head, whose states have the usual order.
+            self._struct.heads, self._struct.head_dim, self._struct.vectors = 1, layer.channel_count, layer.vector_size
+            self._struct.norm, self._struct.norm_groups, self._struct.rank = STATE_NORMS["none"], 1, layer.rank
+            self._struct.selection_eps = layer.norm_eps
+            if layer.norm != "none":
+                self._struct.selection_norm = address(self._selection_norm)
+        elif not isinstance(layer, ShortConvConfig):
             self._struct.heads, self._struct.head_dim = layer.head_count, layer.head_dim
             self._struct.groups, self._struct.vectors = layer.group_count, layer.vector_size
             self._struct.norm_groups = layer.group_count
@@ -111,6 +138,9 @@ class NativeRecurrent:
             weights: matrices of the model.
         """
         self._struct.input, self._struct.output = weights.matrix(f"{name}.input"), weights.matrix(f"{name}.mixed")
+        if isinstance(self._layer, SelectiveScanConfig):
+            self._struct.selection = weights.matrix(f"{name}.selection")
+            self._struct.time_step = weights.matrix(f"{name}.time_step")
         return self._struct
 
     def slots(self, name: str) -> Iterator[Slot]:
@@ -126,8 +156,11 @@ class NativeRecurrent:
             "out_proj.bias": self._output_bias,
             "conv.bias": self._conv_bias,
             "gate_norm.weight": self._vectors.get("gate_norm"),
-            **{f"state.{kind}": self._vectors.get(kind) for kind in ("rates", "skips", "time_step_bias")},
+            **{f"state.{kind}": self._vectors.get(kind) for kind in ("skips", "time_step_bias")},
+            **{f"{norm}.weight": place for norm, place in self._selection_norms.items()},
         }
+        if (rates := self._vectors.get("rates")) is not None:
+            yield float32_slot(f"{name}.state.rates", rates.T)
         for tensor, place in places.items():
             # All heads of the delta rule share one norm, whose weights are copied for each head.
             if place is not None:

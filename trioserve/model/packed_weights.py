@@ -20,6 +20,7 @@ from trioserve.model.layer_config import (
     ExpertsConfig,
     LatentAttentionConfig,
     MlpConfig,
+    SelectiveScanConfig,
 )
 from trioserve.model.loading.stored_tensor import Bytes
 from trioserve.model.model_config import ModelConfig
@@ -337,6 +338,14 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
                 )
             else:
                 matrices[f"{layer}.input"] = (part(recurrent.projected_size, hidden, f"{layer}.in_proj.weight"),)
+            if isinstance(recurrent, SelectiveScanConfig):
+                # These matrices define the decay of a state, so they are not quantized.
+                for name, rows, columns in (
+                    ("selection", sum(recurrent.selected_sizes), recurrent.channel_count),
+                    ("time_step", recurrent.channel_count, recurrent.rank),
+                ):
+                    found = _Part((f"{layer}.{name}_proj.weight",), rows, columns, WeightFormat.DENSE)
+                    matrices[f"{layer}.{name}"] = (found,)
             matrices[f"{layer}.mixed"] = (part(hidden, recurrent.inner_size, f"{layer}.out_proj.weight"),)
         if rank := described.laurel_rank:
             matrices[f"{layer}.laurel_in"] = (part(rank, hidden, f"{layer}.laurel_in.weight"),)

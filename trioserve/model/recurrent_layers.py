@@ -9,6 +9,9 @@ The gated delta rule (arXiv 2412.06464, see DeltaNetConfig) also divides longer 
 token's change of a head's state depends on the changes of all previous tokens. The changes of a piece are the solution
 of a triangular system of equations. It is solved for all pieces together, for the values and for the part that the
 state before the piece is multiplied with (the WY form, arXiv 2406.06484).
+
+In a selective scan, each number of a state has its own decay, so no matrix product combines tokens. Within a piece,
+states are combined in log2(tokens) rounds, and each round doubles the number of tokens that a state includes.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.model.layer_config import DeltaNetConfig, ShortConvConfig, StateSpaceConfig
+from trioserve.model.layer_config import DeltaNetConfig, SelectiveScanConfig, ShortConvConfig, StateSpaceConfig
 from trioserve.model.layers import Linear
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.step_tensors import StateSteps
 from trioserve.model.torch_formats import TensorSlot
 
-__all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace", "DeltaNet"]
+__all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace", "SelectiveScan", "DeltaNet"]
 
 # In longer pieces, the products of each token with all previous tokens would cost more than updating the state.
 PIECE_TOKENS = 64
@@ -230,6 +233,127 @@ class StateSpace:
                 states[span.writes] = state
                 row += span.count
         return result
+
+
+class SelectiveScan:
+    """Selective state space of one layer, see SelectiveScanConfig."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, layer: SelectiveScanConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def vector(*shape: int) -> Tensor:
+            return torch.ones(*shape, dtype=torch.float32, device=device)
+
+        self._layer = layer
+        channels, sizes = layer.channel_count, layer.selected_sizes
+        self._input = _linear(
+            f"{name}.in_proj", config.hidden_size, layer.projected_size, layer.has_bias, dtype, device
+        )
+        self._conv = Convolution(f"{name}.conv", channels, layer.kernel_size, layer.has_conv_bias, device)
+        self._selection = _linear(f"{name}.selection_proj", channels, sum(sizes), False, dtype, device)
+        self._time_steps = _linear(f"{name}.time_step_proj", layer.rank, channels, False, dtype, device)
+        self._output = _linear(f"{name}.out_proj", channels, config.hidden_size, layer.has_bias, dtype, device)
+        # Rates are stored like states: [vector_size, channels].
+        self._rates, self._skips = vector(layer.vector_size, channels), vector(channels)
+        self._time_step_bias = vector(channels)
+        self._vectors = {
+            f"{name}.state.rates": self._rates.T,
+            f"{name}.state.skips": self._skips,
+            f"{name}.state.time_step_bias": self._time_step_bias,
+        }
+        self._norms = [vector(size) for size in sizes]
+        if layer.norm == "weighted":
+            names = (f"{name}.{part}_norm.weight" for part in ("time_step", "b", "c"))
+            self._vectors |= zip(names, self._norms, strict=True)
+        self.linears = (self._input, self._selection, self._time_steps, self._output)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (self._conv, *self.linears):
+            yield from part.slots()
+        for name, vector in self._vectors.items():
+            yield TensorSlot(name, tuple(vector.shape), torch.float32, vector.copy_)
+
+    def __call__(self, normed: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
+        """Compute the layer, and write the states of the step.
+
+        Args:
+            normed: [T, hidden_size].
+            steps: state slots that the step reads and writes.
+            memory: float32 [slots, state_size], the layer's buffer of StateStorage.
+
+        Returns:
+            [T, hidden_size].
+        """
+        layer, kept = self._layer, self._conv.state_size
+        x, gate = self._input(normed).float().chunk(2, -1)
+        x = functional.silu(self._conv(x.contiguous(), steps, memory[:, :kept]))
+        selected = self._selection(x.to(normed.dtype)).float()
+        latent, b, c = torch.split(selected, list(layer.selected_sizes), -1)
+        if layer.norm != "none":
+            latent, b, c = map(self._normed, (latent, b, c), self._norms)
+        time_steps = self._time_steps(latent.to(normed.dtype)).float()
+        time_steps = functional.softplus(time_steps + self._time_step_bias)
+        states = memory[:, kept:].view(-1, layer.vector_size, layer.channel_count)
+        mixed = self._scanned(x, b, c, time_steps, steps, states) * functional.silu(gate)
+        return self._output(mixed.to(normed.dtype))
+
+    def _normed(self, values: Tensor, weights: Tensor) -> Tensor:
+        return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self._layer.norm_eps) * weights
+
+    def _scanned(
+        self, x: Tensor, b: Tensor, c: Tensor, time_steps: Tensor, steps: StateSteps, states: Tensor
+    ) -> Tensor:
+        """Apply the state space to all rows.
+
+        Args:
+            x: [T, channels].
+            b: [T, vector_size].
+            c: [T, vector_size].
+            time_steps: [T, channels].
+            states: [slots, vector_size, channels].
+
+        Returns:
+            [T, channels].
+        """
+        result, scaled = x * self._skips, x * time_steps
+        if (own := steps.rows) is not None:
+            before = torch.where(own.past_count > 0, states[own.reads], 0.0)
+            decays = (own.take(time_steps)[:, None] * self._rates).exp()
+            after = before * decays + own.take(b)[..., None] * own.take(scaled)[:, None]
+            states[own.writes] = after
+            own.put(result, own.take(result) + (after * own.take(c)[..., None]).sum(-2))
+        for row, spans in steps.spans:
+            for span in spans:
+                state = states.new_zeros(states.shape[1:]) if span.reads is None else states[span.reads]
+                for first in range(row, row + span.count, PIECE_TOKENS):
+                    part = slice(first, min(first + PIECE_TOKENS, row + span.count))
+                    decays = (time_steps[part, None] * self._rates).exp()
+                    found = _accumulated(decays, b[part, :, None] * scaled[part, None], state)
+                    result[part] += (found * c[part, :, None]).sum(-2)
+                    state = found[-1]
+                states[span.writes] = state
+                row += span.count
+        return result
+
+
+def _accumulated(decays: Tensor, added: Tensor, state: Tensor) -> Tensor:
+    """Return the state after each token: its decay times the state before it, plus what the token adds.
+
+    Args:
+        decays: [t, ...], decay of each token. It is overwritten.
+        added: [t, ...], numbers that each token adds. It is overwritten, too.
+        state: [...], state before the tokens.
+
+    Returns:
+        [t, ...].
+    """
+    added[0].addcmul_(decays[0], state)
+    reach = 1
+    while reach < len(added):
+        added[reach:] += decays[reach:] * added[:-reach]
+        decays[reach:] = decays[reach:] * decays[:-reach]
+        reach *= 2
+    return added
 
 
 def _parts(row: int, count: int) -> Iterator[slice]:

@@ -165,6 +165,7 @@ def test_shared_experts_may_be_in_some_ranks_only(tiny_checkpoint: Checkpoints) 
         ("falcon-h1-unnormed", 3, "attention+mlp attention+mlp"),
         ("mamba2", 2, "attention attention attention"),
         ("mamba2", 3, "- - -"),
+        ("jamba", 2, "mlp attention+mlp mlp attention+mlp"),
         ("qwen2-moe", 3, "attention attention+mlp attention"),  # experts of 32
         ("qwen3.5", 2, "mlp attention+mlp mlp"),  # each rank would have 8 of 16 heads
     ],

@@ -17,6 +17,7 @@ from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MO
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
 from trioserve.model.families.llama import CWM, ERNIE45, ERNIE45_MOE, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
 from trioserve.model.families.llama4 import LLAMA4
+from trioserve.model.families.mamba import FALCON_MAMBA, JAMBA, MAMBA
 from trioserve.model.families.mamba2 import BAMBA, MAMBA2
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
 from trioserve.model.families.mixtral import MINIMAX_M2, MIXTRAL
@@ -63,6 +64,9 @@ FAMILIES: tuple[Family, ...] = (
     BAMBA,
     FALCON_H1,
     MAMBA2,
+    MAMBA,
+    FALCON_MAMBA,
+    JAMBA,
     QWEN3_NEXT,
     QWEN35,
     QWEN35_MOE,

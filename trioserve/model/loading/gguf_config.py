@@ -26,16 +26,24 @@ __all__ = [
 ]
 
 _WITH_DELTA_RULES = ("qwen3next", "qwen35", "qwen35moe")
-_OTHER_LAYERS = {"granitehybrid": "linear_attention", "lfm2": "conv", "lfm2moe": "conv"}
+_OTHER_LAYERS = {
+    "granitehybrid": "linear_attention",
+    "jamba": "linear_attention",
+    "lfm2": "conv",
+    "lfm2moe": "conv",
+}
 
 
-def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) -> dict[str, object]:
+def hybrid_values(
+    fields: Fields, architecture: str | None, hidden_size: int, tensors: Container[str]
+) -> dict[str, object]:
     """Return layer types and sizes for architectures in which 0 key/value heads mean that a layer has no attention.
 
     Args:
         fields: metadata of the file.
         architecture: architecture of the file. The result is empty for any other architecture.
         hidden_size: hidden size of the model.
+        tensors: names of the file's tensors.
 
     Raises:
         ModelLoadError: the metadata is damaged or not supported.
@@ -69,6 +77,18 @@ def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) ->
             "the file is damaged"
         )
     expert_count = fields.whole_or(f"{architecture}.expert_count", 0)
+    if architecture == "jamba":
+        routed = [layer for layer in range(layer_count) if f"blk.{layer}.ffn_gate_inp.weight" in tensors]
+        first = routed[0] if routed else layer_count
+        return {
+            **values,
+            "mamba_expand": inner_size // hidden_size,
+            "mamba_proj_bias": any(f"blk.{layer}.ssm_in.bias" in tensors for layer in range(layer_count)),
+            "mamba_conv_bias": any(f"blk.{layer}.ssm_conv1d.bias" in tensors for layer in range(layer_count)),
+            f"{architecture}.expert_count": expert_count,
+            "expert_layer_offset": first,
+            "expert_layer_period": routed[1] - first if len(routed) > 1 else layer_count,
+        }
     shared_size = fields.whole_or(f"{architecture}.expert_shared_feed_forward_length", None)
     if shared_size is None or not expert_count:
         shared_size = max(fields.wholes(f"{architecture}.feed_forward_length"), default=0)
@@ -130,6 +150,26 @@ def mamba2_values(
         "num_heads": head_count,
         "head_dim": inner_size // head_count,
         "expand": inner_size / hidden_size,
+        "use_bias": "blk.0.ssm_in.bias" in tensors,
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
+    }
+
+
+def mamba_values(fields: Fields, architecture: str | None, tensors: Container[str]) -> dict[str, object]:
+    """Return fields of Mamba and Falcon-Mamba that have no metadata key.
+
+    Args:
+        fields: metadata of the file.
+        architecture: architecture of the file. The result is empty for any other architecture.
+        tensors: names of the file's tensors.
+
+    Raises:
+        ModelLoadError: a key is missing.
+    """
+    if architecture != "mamba":
+        return {}
+    return {
+        f"{architecture}.feed_forward_length": fields.whole(f"{architecture}.ssm.inner_size"),
         "use_bias": "blk.0.ssm_in.bias" in tensors,
         "use_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
     }
@@ -206,6 +246,9 @@ _KEYS = {
     "mamba_n_groups": "ssm.group_count",
     "mamba_d_state": "ssm.state_size",
     "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_dt_rank": "ssm.time_step_rank",
+    "time_step_rank": "ssm.time_step_rank",
+    "has_unit_norms": "ssm.dt_b_c_rms",
     "n_groups": "ssm.group_count",
     "state_size": "ssm.state_size",
     "conv_kernel": "ssm.conv_kernel",
@@ -300,7 +343,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         family = family_named("deepseek_v3")
     spellings = {ours: f"{name}.{key}" for ours, key in _KEYS.items()}
     values = dict(file.metadata)
-    hybrid = hybrid_values(raw, name, raw.whole(f"{name}.embedding_length"))
+    hybrid = hybrid_values(raw, name, raw.whole(f"{name}.embedding_length"), file.tensors)
     hybrid |= streams_values(raw, name, file.tensors)
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if f"{name}.{key}" not in hybrid:
@@ -340,6 +383,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         values[f"{name}.block_count"] = raw.whole(f"{name}.block_count") - further
     values |= hybrid | falcon_h1_values(raw, name, file.tensors) | delta_values(raw, name)
     values |= mamba2_values(raw, name, raw.whole(f"{name}.embedding_length"), file.tensors)
+    values |= mamba_values(raw, name, file.tensors)
     pattern_key = f"{name}.attention.sliding_window_pattern"
     if (pattern := raw.flags_or(pattern_key, None)) is not None:
         values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]

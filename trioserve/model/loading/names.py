@@ -32,6 +32,7 @@ from trioserve.model.layer_config import (
     MlpConfig,
     Recurrent,
     RotaryConfig,
+    SelectiveScanConfig,
     ShortConvConfig,
     StateSpaceConfig,
 )
@@ -216,6 +217,11 @@ TRANSFORMERS = Format(
         "conv": "mamba.conv1d",
         "out_proj": "mamba.out_proj",
         "gate_norm": "mamba.norm",
+        "selection_proj": "mamba.x_proj",
+        "time_step_proj": "mamba.dt_proj",
+        "time_step_norm": "mamba.dt_layernorm",
+        "b_norm": "mamba.b_layernorm",
+        "c_norm": "mamba.c_layernorm",
         "state.rates": "mamba.A_log",
         "state.skips": "mamba.D",
         "state.time_step_bias": "mamba.dt_bias",
@@ -285,6 +291,11 @@ GGUF = Format(
         "conv": "ssm_conv1d",
         "out_proj": "ssm_out",
         "gate_norm": "ssm_norm",
+        "selection_proj": "ssm_x",
+        "time_step_proj": "ssm_dt",
+        "time_step_norm": "ssm_dt_norm",
+        "b_norm": "ssm_b_norm",
+        "c_norm": "ssm_c_norm",
         "state.rates": "ssm_a",
         "state.skips": "ssm_d",
         "state.time_step_bias": "ssm_dt.bias",
@@ -419,11 +430,17 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range) -> list[tuple
         norms += [("gate_norm", recurrent.inner_size)]
     if isinstance(recurrent, DeltaNetConfig):
         norms += [("gate_norm", recurrent.head_dim)]
+    if isinstance(recurrent, SelectiveScanConfig) and recurrent.norm == "weighted":
+        norms += zip(("time_step_norm", "b_norm", "c_norm"), recurrent.selected_sizes, strict=True)
     shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
     if isinstance(recurrent, StateSpaceConfig):
         shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "skips", "time_step_bias")]
     if isinstance(recurrent, DeltaNetConfig):
         shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "time_step_bias")]
+    if isinstance(recurrent, SelectiveScanConfig):
+        channels = (recurrent.channel_count,)
+        shapes += [("state.rates", (*channels, recurrent.vector_size)), ("state.skips", channels)]
+        shapes.append(("state.time_step_bias", channels))
     if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_score_bias:
         shapes.append(("router.score_bias", (layer.mlp.expert_count,)))
     if layer.laurel_rank:
@@ -473,6 +490,9 @@ def _recurrent_matrices(mixer: Recurrent, hidden: int) -> Iterator[tuple[str, in
     has_conv_bias = mixer.has_bias if isinstance(mixer, ShortConvConfig) else mixer.has_conv_bias
     yield "in_proj", mixer.projected_size, hidden, mixer.has_bias
     yield "conv", mixer.convolved_size, mixer.kernel_size, has_conv_bias
+    if isinstance(mixer, SelectiveScanConfig):
+        yield "selection_proj", sum(mixer.selected_sizes), mixer.channel_count, False
+        yield "time_step_proj", mixer.channel_count, mixer.rank, False
     yield "out_proj", hidden, mixer.inner_size, mixer.has_bias
 
 

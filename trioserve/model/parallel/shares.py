@@ -34,6 +34,7 @@ from trioserve.model.layer_config import (
     LayerConfig,
     MlpConfig,
     Recurrent,
+    SelectiveScanConfig,
     ShortConvConfig,
     StateSpaceConfig,
 )
@@ -440,6 +441,8 @@ def _recurrent(mixer: Recurrent, place: Place) -> tuple[Recurrent, Cuts] | None:
         return _short_conv(mixer, place)
     if isinstance(mixer, StateSpaceConfig):
         return _state_space(mixer, place)
+    if isinstance(mixer, SelectiveScanConfig):
+        return _selective_scan(mixer, place)
     return _delta_net(mixer, place)
 
 
@@ -483,6 +486,15 @@ def _state_space(space: StateSpaceConfig, place: Place) -> tuple[StateSpaceConfi
         **dict.fromkeys(("state.rates", "state.skips", "state.time_step_bias"), rows(heads)),
     }
     return shares[place[0]], cuts
+
+
+def _selective_scan(scan: SelectiveScanConfig, place: Place) -> tuple[SelectiveScanConfig, Cuts] | None:
+    """Give each rank the whole layer. A division would need a sum over all channels in the middle of the layer."""
+    if place[1] > 1:
+        return None
+    state = ("state.rates", "state.skips", "state.time_step_bias", "time_step_norm", "b_norm", "c_norm")
+    modules = ("in_proj", "conv", "selection_proj", "time_step_proj", "out_proj", *state)
+    return scan, dict.fromkeys(modules, WHOLE)
 
 
 def _delta_net(net: DeltaNetConfig, place: Place) -> tuple[DeltaNetConfig, Cuts] | None:
