@@ -55,7 +55,7 @@ def python_of(script: str) -> str:
     if python.exists():
         return str(python)
     module = AT_HAND.get(script.partition("_")[0])
-    if script.startswith("openai_agents") or module is None or importlib.util.find_spec(module) is None:
+    if script == "openai_agents" or module is None or importlib.util.find_spec(module) is None:
         pytest.skip(f"there is no environment {name} in {ENVIRONMENTS}: make clients builds it")
     return sys.executable
 
