@@ -405,6 +405,8 @@ class Simulation(EventSimulation[World]):
         if self.transfers is not None:
             self.transfers.overdue(self.live, self.now)
         self._take(self.core.expire(self.now))
+        deadline = self.core.next_deadline()
+        assert deadline is None or deadline > self.now, f"the deadline {deadline} has passed, but expire() left it"
         self._check()
         if self.transfers is not None:
             self.transfers.check_expired(self.now)

@@ -201,6 +201,8 @@ class PairHost:
 
     def expire(self) -> None:
         self._pass_on([*self.core.progress(self._now()), *self.core.expire(self._now())])
+        deadline = self.core.next_deadline()
+        assert deadline is None or deadline > self._now(), f"the deadline {deadline} has passed, but expire() left it"
 
     # --- Messages from the router ---
 
