@@ -1,6 +1,6 @@
 """An agent with two tools on one websocket connection. Each turn sends only what is new, and nothing is stored.
 
-It is the agent of docs/tutorials/agent.md with the Responses API.
+It is the agent of docs/tutorials/agent.md with a warm-up, and with one conversation for all questions.
 
 pip install openai websockets
 python examples/agent_over_websocket.py

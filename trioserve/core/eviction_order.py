@@ -117,7 +117,7 @@ class TenantShare:
 
     __slots__ = ("block_count", "ranking", "return_rates")
 
-    RATE_AT_START = 0.25
+    RATE_AT_START = 0.1
     RATE_WEIGHT = 1 / 16  # Weight of the last wait in a rate.
 
     def __init__(self) -> None:

@@ -136,7 +136,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     session_retention: bool = True
     sessions_max: int = 8192
     session_share_max: float = 0.75
-    cold_turn_seconds: float = 0.0
+    cold_turn_seconds: float = 5.0
     keeps_kv: bool = True
     state_slot_count: int = 0
     snapshot_slot_count: int = 0

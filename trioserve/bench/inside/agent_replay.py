@@ -46,6 +46,7 @@ SHARES = (0.25, 0.5, 1.0)
 WARM_SHARE = 4.0  # With this pool, nothing that is needed again is evicted.
 SAMPLING = SamplingParams(temperature=0.0)
 OUTPUT_TOKEN = 1
+CORE = CoreSettings(block_count=1, context_tokens_max=1)  # The defaults.
 PREFIX_TOKENS = 2**24  # first token of the first prefix, above all numbers of sessions
 
 
@@ -391,7 +392,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cold-turn",
         type=float,
-        default=0.0,
+        default=CORE.cold_turn_seconds,
         metavar="SECONDS",
         help="how long a cold turn waits at most",
     )
