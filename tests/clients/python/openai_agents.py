@@ -1,4 +1,4 @@
-"""Checks openai-agents with the Responses API, its default: an agent that calls a function, and one with an output type.
+"""Checks openai-agents with the Responses API: an agent that calls a function, and one with an output type.
 
 The agents run over HTTP, and then over a websocket, where all turns share one connection.
 """
