@@ -86,6 +86,27 @@ class WeightFormat(enum.IntEnum):
         """Bits per value of a quantized format, without scales."""
         return int(self.name[1])
 
+    @property
+    def value_bytes(self) -> float:
+        """Bytes per value of a quantized format, with scales and minimums. 0 for DENSE."""
+        return _GROUP_BYTES.get(self, 0) / 32
+
+
+# Bytes of 32 values: first the values, then their scales and minimums.
+_GROUP_BYTES = {
+    WeightFormat.Q8: 32 + 2,
+    WeightFormat.Q4: 16 + 2,
+    WeightFormat.Q4_MIN: 16 + 2 * 2,
+    WeightFormat.Q4_WIDE: 16 + 2 * 4,
+    WeightFormat.Q8_FINE: 32 + 2 * 4,
+    WeightFormat.Q8_WIDE: 32 + 2 * 4,
+    WeightFormat.Q2_FINE: 8 + 2 + 2 * 2 / 8,
+    WeightFormat.Q3_FINE: 12 + 2 + 2 / 8,
+    WeightFormat.Q4_CURVE: 16 + 2,
+    WeightFormat.Q4_CURVE_WIDE: 16 + 4,
+    WeightFormat.Q4_FLOAT: 16 + 2,
+}
+
 
 GGML_FORMATS = {
     "Q4_0": (2, WeightFormat.Q4),

@@ -6,7 +6,6 @@ The command loads no weights. It imports torch only if an NVIDIA driver is here,
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import platform
 import socket
@@ -22,23 +21,19 @@ from trioserve import __version__
 from trioserve.commands.processor import processor_name
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.extras import Extra, install_command
-from trioserve.model.device import cache_size, free_host_bytes, has_torch, kv_block_bytes, pick_dtype
+from trioserve.model.device import free_host_bytes, has_torch, kv_block_bytes, pick_dtype
 from trioserve.model.diffusion.directory import is_image_model
+from trioserve.model.estimate import ModelEstimate, estimate_checkpoint, estimate_model, gpu_weight_bytes
 from trioserve.model.gpu import driver_version, has_cuda_driver, why_no_gpu
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.loading.encoder_directory import opened_encoder
-from trioserve.model.model_config import ModelConfig
-from trioserve.model.number_formats import VALUE_BYTES, Dtype
-from trioserve.model.packed_weights import settle_quantization
 from trioserve.model.settings import ModelSettings
 
 __all__ = ["Finding", "findings", "model_findings", "run_doctor"]
 
 PORT = 8000
 MEMORY_BYTES_MIN = 2 * 2**30  # The bundled model with a small KV cache needs less than 1 GiB.
-# Memory of the program, the tokenizer and small buffers: 105 to 227 MiB in docs/benchmarks/startup.md.
-PROGRAM_BYTES = 256 * 2**20
 STREAM_TOKENS = 2_000  # tokens of the prompt and the response in docs/guides/sizing.md, rounded up
 EXTRAS: dict[str, tuple[str, Extra]] = {
     "huggingface_hub": ("models by their hub names", "hub"),
@@ -124,42 +119,31 @@ def model_findings(name: str) -> Iterator[Finding]:
     settings, free_bytes = ModelSettings(device="cpu"), free_host_bytes()
     encoder = opened_encoder(path)
     if encoder is not None:
-        yield Finding("model", "ok", f"{name}: an encoder ({encoder.config.family}), without a KV cache")
-        yield from _fixed_memory(encoder.weight_bytes, "", PROGRAM_BYTES, free_bytes)
+        estimate = estimate_model(path, settings)
+        yield Finding("model", "ok", f"{name}: an encoder ({estimate.family}), without a KV cache")
+        yield from _fixed_memory(estimate, free_bytes)
         return
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    fixed_bytes = PROGRAM_BYTES + settings.sequences_max * config.vocab_size * VALUE_BYTES["float32"]
-    dtype = pick_dtype(config, settings, "cpu")
-    weight_bytes, how = _weights(checkpoint, settings, dtype)
+    estimate = estimate_checkpoint(checkpoint, settings, with_cache=False)
     context = f"{config.layer_count} layers, {config.context_tokens_max:,} tokens of context"
     yield Finding("model", "ok", f"{name}: {config.family}, {context}")
-    yield from _fixed_memory(weight_bytes, how, fixed_bytes, free_bytes)
+    yield from _fixed_memory(estimate, free_bytes)
     yield from _weights_on_gpu(checkpoint, settings)
-    plain, small = (kv_block_bytes(config, 1, dtype, kind) for kind in ("plain", "int8"))
+    small = kv_block_bytes(config, 1, estimate.dtype, "int8")
     yield Finding(
         "KV cache",
         "ok",
-        f"{_gib(1000 * plain)} per 1,000 tokens in {dtype}, {_gib(1000 * small)} with --kv-cache-dtype int8",
+        f"{_gib(1000 * estimate.kv_token_bytes)} per 1,000 tokens in {estimate.dtype}, {_gib(1000 * small)} with "
+        "--kv-cache-dtype int8",
     )
     if config.state_bytes:
         yield Finding("states", "ok", f"{_gib(config.state_bytes)} per running stream, in the memory of the KV cache")
-    yield _fitting("by default", config, settings, dtype)
-    most = int((free_bytes - weight_bytes - fixed_bytes) / 2**30)
+    yield _fitting("by default", checkpoint, settings)
+    most = int((free_bytes - estimate.fixed_bytes) / 2**30)
     if most >= 1:
         largest = msgspec.structs.replace(settings, kv_cache_bytes=most * 2**30)
-        yield _fitting("at most", config, largest, dtype, f", with --kv-cache-memory {most}")
-
-
-def _weights(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype) -> tuple[int, str]:
-    """Return the bytes of the weights in memory, and a description of their format."""
-    from trioserve_kernels.build import supported_levels
-
-    tensors = list(checkpoint.tensors())
-    block_types = {tensor.name: tensor.block_type for tensor in tensors if tensor.block_type is not None}
-    if supported_levels() and settle_quantization(settings.quantization, block_types, dtype=dtype) == "file":
-        return sum(file.stat().st_size for file in checkpoint.files), ", as in the file"
-    return sum(math.prod(tensor.shape) for tensor in tensors) * VALUE_BYTES[dtype], f" in {dtype}"
+        yield _fitting("at most", checkpoint, largest, f", with --kv-cache-memory {most}")
 
 
 def _weights_on_gpu(checkpoint: Checkpoint, settings: ModelSettings) -> Iterator[Finding]:
@@ -167,44 +151,32 @@ def _weights_on_gpu(checkpoint: Checkpoint, settings: ModelSettings) -> Iterator
     tensors = list(checkpoint.tensors())
     if not has_torch() or all(tensor.block_type is None for tensor in tensors):
         return
-    from trioserve_kernels.four_bits import kept_bytes
-
     dtype = pick_dtype(checkpoint.config, settings, "cuda")
-    kept = expanded = 0
-    for tensor in tensors:
-        if tensor.block_type is None:
-            continue
-        count = math.prod(tensor.shape)
-        packed = None if dtype == "float32" else kept_bytes(tensor.block_type, count)
-        if packed is None:
-            expanded += count * VALUE_BYTES[dtype]
-        else:
-            kept += packed
+    kept, expanded = gpu_weight_bytes(tensors, dtype, settings)
     what = f"{_gib(kept)} stay in 4 bits with Triton, {_gib(expanded)} are expanded to {dtype}"
     yield Finding("weights on a GPU", "ok", what)
 
 
-def _fixed_memory(weight_bytes: int, how: str, fixed_bytes: int, free_bytes: int) -> Iterator[Finding]:
-    fits = weight_bytes + fixed_bytes < free_bytes
+def _fixed_memory(estimate: ModelEstimate, free_bytes: int) -> Iterator[Finding]:
+    fits = estimate.fixed_bytes < free_bytes
     advice = None if fits else f"{_gib(free_bytes)} are free: use a smaller model, or --quantization int8 or int4"
-    yield Finding("weights", "ok" if fits else "missing", f"{_gib(weight_bytes)}{how}", advice)
-    yield Finding("workspace", "ok", f"{_gib(fixed_bytes)} for the program, its tokenizer and the buffers of a step")
+    how = f"in {estimate.dtype}" if estimate.quantization == "none" else "quantized as in the file"
+    images = f", and {_gib(estimate.vision_bytes)} of the image encoder" if estimate.vision_bytes else ""
+    yield Finding("weights", "ok" if fits else "missing", f"{_gib(estimate.weight_bytes)} {how}{images}", advice)
+    overhead = _gib(estimate.overhead_bytes)
+    yield Finding("workspace", "ok", f"{overhead} for the program, its tokenizer and the buffers of a step")
 
 
-def _fitting(name: str, config: ModelConfig, settings: ModelSettings, dtype: Dtype, option: str = "") -> Finding:
+def _fitting(name: str, checkpoint: Checkpoint, settings: ModelSettings, option: str = "") -> Finding:
     """Return how many tokens and streams fit into the KV cache, whose size follows from the settings."""
     try:
-        size = cache_size(config, settings, "cpu", dtype)
+        estimate = estimate_checkpoint(checkpoint, settings)
     except StartupError as error:
         return Finding(name, "missing", str(error))
-    tokens = size.block_count * settings.block_size
-    kv_bytes = size.block_count * kv_block_bytes(config, settings.block_size, dtype)
-    kv_bytes += (size.state_slot_count + size.snapshot_slot_count) * config.state_bytes
-    streams = tokens // STREAM_TOKENS
-    if config.state_bytes:
-        streams = min(streams, size.state_slot_count)
-    what = f"{_gib(kv_bytes)} of KV cache: {tokens:,} tokens, or {streams:,} streams of {STREAM_TOKENS:,} tokens"
-    return Finding(name, "ok", what + option)
+    tokens, most = estimate.kv_tokens, estimate.stream_count_max
+    streams = tokens // STREAM_TOKENS if most is None else min(tokens // STREAM_TOKENS, most)
+    room = f"{tokens:,} tokens, or {streams:,} streams of {STREAM_TOKENS:,} tokens{option}"
+    return Finding(name, "ok", f"{_gib(estimate.kv_bytes)} of KV cache: {room}")
 
 
 def _gib(byte_count: int) -> str:

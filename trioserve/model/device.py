@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import install_command
+from trioserve.model.encoder_config import EncoderConfig
 from trioserve.model.layer_config import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "kv_block_bytes",
     "multiplies_bfloat16",
     "pick_dtype",
+    "pick_encoder_dtype",
     "pick_vision_dtype",
     "set_torch_threads",
     "takes_every_cpu",
@@ -146,6 +148,22 @@ def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType)
         return settings.dtype
     is_replaced = device == "cpu" and (settings.demands_quantized or config.dtype_name == "float16")
     return "bfloat16" if is_replaced else config.dtype_name
+
+
+def pick_encoder_dtype(config: EncoderConfig, settings: ModelSettings, device: DeviceType) -> Dtype:
+    """Return the number format of an encoder of texts.
+
+    "auto" selects the checkpoint's format on a GPU. On a CPU it selects float32, because encoders are small, and their
+    vectors should be precise.
+
+    Args:
+        config: encoder.
+        settings: settings of the model.
+        device: device that computes.
+    """
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if device == "cpu" else config.dtype_name
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype, kv_format: KvFormat = "plain") -> int:

@@ -15,7 +15,14 @@ from trioserve.contracts.kv_transfer import KVPages
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.device import default_thread_count, set_torch_threads, takes_every_cpu, torch_now
+from trioserve.model.device import (
+    DeviceType,
+    default_thread_count,
+    pick_encoder_dtype,
+    set_torch_threads,
+    takes_every_cpu,
+    torch_now,
+)
 from trioserve.model.encoder_config import EncoderConfig
 from trioserve.model.gpu import lost_gpu, with_device_defaults
 from trioserve.model.loading.encoder_directory import EncoderDirectory
@@ -80,10 +87,8 @@ class EncoderRunner:
             raise StartupError("batch_invariant is for models that generate text, and this is an encoder: leave it out")
         config = directory.config
         settings = with_device_defaults(settings)
-        device = settings.device
-        dtype: Dtype = config.dtype_name if settings.dtype == "auto" else settings.dtype
-        if settings.dtype == "auto" and device == "cpu":
-            dtype = "float32"  # Encoders are small, and their vectors should be precise.
+        device: DeviceType = "cuda" if settings.device == "cuda" else "cpu"
+        dtype = pick_encoder_dtype(config, settings, device)
         torch = torch_now("an encoder")
         from trioserve.model.encoder import Encoder
         from trioserve.model.torch_formats import TORCH_DTYPES

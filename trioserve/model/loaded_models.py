@@ -22,6 +22,7 @@ from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, Mtp
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.gpu import with_device_defaults
 from trioserve.model.loading.checkpoint import Checkpoint
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
 from trioserve.model.number_formats import Dtype, kv_format_of
 from trioserve.model.packed_weights import settle_quantization
@@ -35,7 +36,15 @@ from trioserve_kernels.structs import BLOCK_FORMATS
 if TYPE_CHECKING:
     from trioserve.model.vision_tower import VisionTower
 
-__all__ = ["load_draft", "load_eagle_head", "load_model", "load_mtp_head", "load_vision"]
+__all__ = [
+    "check_kv_settings",
+    "check_torch",
+    "load_draft",
+    "load_eagle_head",
+    "load_model",
+    "load_mtp_head",
+    "load_vision",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -228,17 +237,7 @@ def _make_model(
         StartupError: native kernels are not available, and the settings or quantized weights require them.
     """
     config = checkpoint.config
-    if kv_format_of(settings) != "plain" and any(entry and entry.part_count == 1 for entry in config.kv_entries):
-        raise StartupError(
-            f"kv_cache_dtype is {settings.kv_cache_dtype}, but the model keeps latents, which cannot be stored in 8 "
-            "bits: use kv_cache_dtype auto"
-        )
-    for section in config.sections:
-        if section < config.context_tokens_max and section % settings.block_size:
-            raise StartupError(
-                f"block_size is {settings.block_size}, but this model's attention has sections of {section} tokens, "
-                "which must be whole numbers of blocks: use a block_size that divides them"
-            )
+    check_kv_settings(config, settings)
     reason: str | None = f"the device is {device}"
     block_types = {tensor.name: tensor.block_type for tensor in checkpoint.tensors() if tensor.block_type}
     if device == "cpu" and settings.cpu_kernels != "torch":
@@ -262,10 +261,53 @@ def _make_model(
                 )
             except NoNativeKernels as error:
                 reason = str(error)
-        if settings.cpu_kernels == "native":
-            raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
-        if not settings.demands_quantized and has_torch():
-            logger.warning("torch computes, more slowly than the native kernels, which are unavailable: %s", reason)
+        check_torch(settings, device, reason)
+        logger.warning("torch computes, more slowly than the native kernels, which are unavailable: %s", reason)
+    check_torch(settings, device, reason)
+    torch_now()
+    from trioserve.model.torch_step_model import TorchStepModel
+
+    return TorchStepModel(
+        config, settings, dtype=dtype, device=device, block_types=block_types, collectives=collectives
+    )
+
+
+def check_kv_settings(config: ModelConfig, settings: ModelSettings) -> None:
+    """Check that the KV cache of a model can have the format and the blocks of the settings.
+
+    Args:
+        config: model.
+        settings: settings of the model.
+
+    Raises:
+        StartupError: it cannot.
+    """
+    if kv_format_of(settings) != "plain" and any(entry and entry.part_count == 1 for entry in config.kv_entries):
+        raise StartupError(
+            f"kv_cache_dtype is {settings.kv_cache_dtype}, but the model keeps latents, which cannot be stored in 8 "
+            "bits: use kv_cache_dtype auto"
+        )
+    for section in config.sections:
+        if section < config.context_tokens_max and section % settings.block_size:
+            raise StartupError(
+                f"block_size is {settings.block_size}, but this model's attention has sections of {section} tokens, "
+                "which must be whole numbers of blocks: use a block_size that divides them"
+            )
+
+
+def check_torch(settings: ModelSettings, device: DeviceType, reason: str | None) -> None:
+    """Check that torch may compute a model that the native kernels do not compute.
+
+    Args:
+        settings: settings of the model.
+        device: device that computes.
+        reason: reason why the native kernels do not compute.
+
+    Raises:
+        StartupError: the settings require the native kernels, or torch is not installed.
+    """
+    if device == "cpu" and settings.cpu_kernels == "native":
+        raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
     keeps_on_gpu = device == "cuda" and settings.quantization == "file" and settings.gpu_kernels != "torch"
     if settings.demands_quantized and not keeps_on_gpu:
         raise StartupError(
@@ -277,9 +319,3 @@ def _make_model(
             f"the native kernels cannot be used: {reason}. torch, which would compute instead, is not installed: "
             + install_command("torch")
         )
-    torch_now()
-    from trioserve.model.torch_step_model import TorchStepModel
-
-    return TorchStepModel(
-        config, settings, dtype=dtype, device=device, block_types=block_types, collectives=collectives
-    )

@@ -6,6 +6,7 @@ The quantization in memory depends on the settings and the checkpoint, and is ch
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -24,7 +25,7 @@ from trioserve.model.layer_config import (
 )
 from trioserve.model.loading.stored_tensor import Bytes
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.number_formats import Dtype, Float32Array, Values
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, Values
 from trioserve.model.settings import QuantizationName
 from trioserve.model.weights import RowsTarget, Slot
 from trioserve_kernels.native import Library, WeightMemory
@@ -44,6 +45,8 @@ __all__ = [
     "weight_format",
     "HEAD",
     "PackedWeights",
+    "packed_bytes",
+    "packed_names",
     "has_pairs_together",
     "pairs_together",
 ]
@@ -258,6 +261,33 @@ class PackedWeights:
         number, _ = BLOCK_FORMATS[block_type]
         blocks = RowsTarget(library, RowsKind.BLOCKS, number, **places)
         return Slot(name, shape, "float32", quantize, block_type, functools.partial(take, block_type), target=blocks)
+
+
+def packed_bytes(config: ModelConfig, dtype: Dtype, quantization: Quantization, block_types: Mapping[str, str]) -> int:
+    """Return the bytes of the matrices in memory, without padding. The compiled kernels are not needed.
+
+    Args:
+        config: model.
+        dtype: number format of matrices that are not quantized.
+        quantization: quantization of weights in memory.
+        block_types: block types of the checkpoint's quantized matrices, by name.
+    """
+    matrices = _matrices(config, lambda name: weight_format(quantization, name, block_types.get(name)))
+    return sum(
+        math.ceil(part.outputs * part.columns * (part.format.value_bytes or VALUE_BYTES[dtype]))
+        for matrix in matrices.values()
+        for part in matrix
+    )
+
+
+def packed_names(config: ModelConfig) -> frozenset[str]:
+    """Return the names of all tensors that are packed. The other tensors are vectors and a separate embedding table.
+
+    Args:
+        config: model.
+    """
+    matrices = _matrices(config, lambda name: WeightFormat.DENSE)
+    return frozenset(name for matrix in matrices.values() for part in matrix for name in part.names)
 
 
 def _share_of_step(config: ModelConfig, part: _Part) -> float:

@@ -39,6 +39,7 @@ __all__ = [
     "sampled_indexes",
     "sampled_rows",
     "StepModel",
+    "why_not_launched",
 ]
 
 NOT_FINITE = "the model computed NaN or infinity for this request, so its response cannot continue"
@@ -378,3 +379,16 @@ class StepModel(Protocol):
     def close(self) -> None:
         """Free weights, KV cache and threads."""
         ...
+
+
+def why_not_launched(config: ModelConfig) -> str | None:
+    """Return the reason why the host must wait for the device within a step of a model. None if it need not wait.
+
+    Args:
+        config: model.
+    """
+    if config.sections:
+        return "the host computes which tokens attention in sections reads"
+    if config.stage is not None:
+        return "hidden states from and to other stages are copied through the host"
+    return None

@@ -41,6 +41,7 @@ from trioserve.model.step_model import (
     prompt_followers,
     sampled_indexes,
     sampled_rows,
+    why_not_launched,
 )
 from trioserve.model.step_rows import needed_rows, pooled_vector
 from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
@@ -167,7 +168,7 @@ class TorchStepModel:
     @property
     def launches(self) -> bool:
         assert self._model is not None, "launches after close"
-        return self._model.kernels.FUSED and not self.tapped_layers and _why_not_launched(self.config) is None
+        return self._model.kernels.FUSED and not self.tapped_layers and why_not_launched(self.config) is None
 
     @property
     def _has_static_steps(self) -> bool:
@@ -449,7 +450,7 @@ def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -
             "gpu_kernels triton"
         )
     if device == "cuda" and settings.gpu_kernels != "torch":
-        reason = (None if is_needed else _why_not_launched(config)) or why_not_triton()
+        reason = (None if is_needed else why_not_launched(config)) or why_not_triton()
         if reason is None:
             name = "triton"
         elif is_needed:
@@ -457,15 +458,6 @@ def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -
         else:
             logger.warning("plain torch computes, more slowly than Triton's kernels in CUDA graphs: %s", reason)
     return pick_kernels(name, batch_invariant=settings.batch_invariant)
-
-
-def _why_not_launched(config: ModelConfig) -> str | None:
-    """Return the reason why the host must wait for the device within a step of this model. None if it need not."""
-    if config.sections:
-        return "the host computes which tokens attention in sections reads"
-    if config.stage is not None:
-        return "hidden states from and to other stages are copied through the host"
-    return None
 
 
 def _kept_types(

@@ -20,6 +20,7 @@ from trioserve.model.diffusion.registry import Pipeline, find_pipeline
 from trioserve.model.loading.safetensors import tensors_in_file
 from trioserve.model.loading.stored_tensor import STORAGE_BYTES, FileTensor
 from trioserve.model.model_config import Dtype
+from trioserve.model.settings import DtypeName
 
 __all__ = ["ImageDirectory", "check_image_extra", "is_image_model"]
 
@@ -146,6 +147,18 @@ class ImageDirectory:
                 for path in sorted(folder.glob(pattern)):
                     return _stored_dtype(path)
         raise ModelLoadError(f"{folder}: the weight files are missing: the directory is incomplete")
+
+    def pick_dtype(self, wanted: DtypeName, device: str) -> Dtype:
+        """Return the number format in which the model is computed.
+
+        Args:
+            wanted: format of the settings. "auto" selects the stored format, or float32 for float16 on a CPU.
+            device: device that computes.
+        """
+        if wanted != "auto":
+            return wanted
+        stored = self.dtype
+        return "float32" if device == "cpu" and stored == "float16" else stored
 
     def variant(self, component: str) -> str | None:
         """Return the name of the weight variant that a component's folder contains.

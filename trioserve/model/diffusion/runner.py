@@ -167,9 +167,7 @@ class DiffusionRunner:
         placing = settings.placing()
         device = pick_device(placing)
         set_torch_threads(placing)
-        dtype: Dtype = directory.dtype if settings.dtype == "auto" else settings.dtype
-        if settings.dtype == "auto" and device == "cpu" and dtype == "float16":
-            dtype = "float32"
+        dtype = directory.pick_dtype(settings.dtype, device)
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         own, samplers = directory.scheduler["_class_name"], samplers_of(directory)
         if SAMPLER_NAMES.get(own) != samplers[0]:
