@@ -92,7 +92,8 @@ def test_tool_calls_of_each_model_family_are_parsed(family: str, server_url: Cal
 
 
 @pytest.mark.parametrize(
-    "script", ["openai_chat", "openai_responses", "openai_batches", "anthropic_messages", "ollama_chat"]
+    "script",
+    ["openai_chat", "openai_responses", "openai_websocket", "openai_batches", "anthropic_messages", "ollama_chat"],
 )
 def test_client_script_passes_with_a_router_before_two_servers(script: str, router_url: str) -> None:
     python = python_of(script)

@@ -40,6 +40,10 @@ async def ask(socket: MemoryWebSocket, text: Any = "Hi", **fields: Any) -> Any:
     return await until(socket, *ENDS)
 
 
+async def steer(socket: MemoryWebSocket, response_id: str, given: Any = "Shorter!") -> None:
+    await socket.send(json.dumps({"type": "response.steer", "previous_response_id": response_id, "input": given}))
+
+
 def text_of(response: dict[str, Any]) -> str:
     return "".join(part["text"] for item in response["output"] for part in item["content"])
 
@@ -196,6 +200,17 @@ async def test_drained_router_ends_the_response_and_closes_the_connection(open_r
 ARRIVALS_SECONDS = 60
 
 
+async def ask_and_steer(socket: MemoryWebSocket, rng: random.Random, **fields: Any) -> Any:
+    """Take a turn, and steer it in one of five cases. Return the last event of the steered response, if it was cut."""
+    await create(socket, "Hi", **fields)
+    event = await until(socket, "response.created", *ENDS)
+    if event["type"] in ENDS:
+        return event
+    if rng.random() < 0.2:
+        await steer(socket, event["response"]["id"])
+    return await until(socket, *ENDS)
+
+
 async def visit(setup: Any, rng: random.Random, ends: Counter[str]) -> None:
     """Take turns on a connection, and leave in some phase or after the last turn."""
     await trio.sleep(rng.random() * ARRIVALS_SECONDS)
@@ -204,7 +219,7 @@ async def visit(setup: Any, rng: random.Random, ends: Counter[str]) -> None:
         previous = None
         with trio.move_on_after(rng.random() if leaves else 1000):
             for _ in range(rng.randrange(1, 4)):
-                event = await ask(socket, "Hi", previous_response_id=previous)
+                event = await ask_and_steer(socket, rng, previous_response_id=previous)
                 end = event["type"] if event["type"] != "error" else event["error"]["code"] or event["error"]["type"]
                 ends[end] += 1
                 previous = event.get("response", {}).get("id")
@@ -227,8 +242,9 @@ async def test_two_killed_endpoints_leave_no_lease_and_no_websocket(open_router,
         await wait_all_tasks_blocked()
         counters = setup.router.server.counters()
         assert counters.websockets_total == client_count
-        assert set(ends) <= {"response.completed", "endpoint_lost"}, ends
+        assert set(ends) <= {"response.completed", "response.incomplete", "endpoint_lost"}, ends
         assert ends["response.completed"] > client_count
+        assert ends["response.incomplete"] > client_count / 10, "few responses were steered"
         assert (counters.websockets_open, counters.exchanges_open) == (0, 0)
         assert not any(setup.leases().values())
 
@@ -324,3 +340,76 @@ async def test_next_turn_runs_at_another_endpoint_after_its_own_one_was_drained(
         assert second["usage"]["input_tokens"] > first["usage"]["total_tokens"]
         assert setup.servers[home].engine.stats().steps_total == steps
         assert setup.servers[other].engine.stats().steps_total > 0
+
+
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+
+
+async def test_router_cuts_a_steered_response_and_its_successor_has_the_input(open_router, autojump_clock):
+    seen: list[str] = []
+    lengths = iter((500, 2))
+    engine = {"response": lambda text: seen.append(text) or "x" * next(lengths), "step_seconds": 0.01}
+    async with open_router(engine=engine) as setup, setup.router.websocket(PATH) as socket:
+        await create(socket, "one", stream_id="a", metadata={"k": "v"})
+        first = (await until(socket, "response.created"))["response"]["id"]
+        await until(socket, "response.output_text.delta")
+        await steer(socket, first)
+        events = []
+        while not events or events[-1]["type"] not in ENDS:
+            events.append(json.loads(await socket.receive()))
+        assert {event["stream_id"] for event in events} == {"a"}
+        numbers = [event["sequence_number"] for event in events]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        kinds = [event["type"] for event in events]
+        assert kinds[-4:-1] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+        ]
+        assert "response.steer.accepted" in kinds
+        cut = events[-1]["response"]
+        assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "steered"})
+        assert 0 < len(text_of(cut)) < 500
+        assert events[-4]["text"] == text_of(cut)
+        successor = (await until(socket, *ENDS))["response"]
+        assert (successor["previous_response_id"], successor["metadata"]) == (first, {"k": "v"})
+        assert text_of(successor) == "xx"
+        assert seen[-1] == f"user: one\nassistant: {text_of(cut)}\nuser: Shorter!\nassistant: "
+
+
+async def test_router_holds_steered_input_until_the_outputs_of_tools(open_router, autojump_clock):
+    seen: list[str] = []
+    outputs = iter((CALL + "x" * 100, "ok"))
+    engine = {"response": lambda text: seen.append(text) or next(outputs), "step_seconds": 0.01}
+    async with open_router(engine=engine) as setup, setup.router.websocket(PATH) as socket:
+        await create(socket, tools=[TOOL])
+        first = (await until(socket, "response.created"))["response"]["id"]
+        await until(socket, "response.output_item.added")
+        await steer(socket, first, "Hurry!")
+        accepted = await until(socket, "response.steer.accepted")
+        assert (await until(socket, *ENDS))["response"]["status"] == "completed"
+        pending = await until(socket, "response.steer.pending")
+        assert pending["steer"] == {"id": accepted["steer"]["id"], "previous_response_id": first}
+        [required] = pending["required_input"]
+        assert (required["type"], required["name"]) == ("function_call_output", "weather")
+        output = {"type": "function_call_output", "call_id": required["call_id"], "output": "rain"}
+        end = await ask(socket, [output], previous_response_id=first, tools=[TOOL])
+        assert text_of(end["response"]) == "ok"
+        assert seen[-1].index("rain") < seen[-1].index("Hurry!")
+
+
+async def test_router_returns_steered_input_that_no_response_gets(open_router, autojump_clock):
+    engine = {"response": "x" * 500, "step_seconds": 0.01}
+    async with open_router(engine=engine) as setup, setup.router.websocket(PATH) as socket:
+        await create(socket)
+        first = (await until(socket, "response.created"))["response"]["id"]
+        await until(socket, "response.output_text.delta")
+        await steer(socket, first, "y" * 5000)
+        assert (await until(socket, *ENDS))["response"]["incomplete_details"] == {"reason": "steered"}
+        failed = await until(socket, "response.steer.failed")
+        assert (failed["error"]["code"], failed["steer"]["input"]) == ("successor_creation_failed", "y" * 5000)
+        assert (await until(socket, "error"))["error"]["code"] == "context_length_exceeded"
+        for response_id, code in ((first, "response_already_completed"), ("resp_x", "response_not_found")):
+            await steer(socket, response_id)
+            assert (await until(socket, "response.steer.failed"))["error"]["code"] == code

@@ -19,11 +19,10 @@ from trioserve.api.caller import Caller
 from trioserve.api.error_responses import Refusal, error_response, refusal
 from trioserve.api.limits import ConnectionSettings
 from trioserve.api.openai.request_types import decode_body
-from trioserve.api.responses.connection_turn import ConnectionSurface, ConnectionTurn, NewTurn, Turn, TurnExchange
+from trioserve.api.responses.connection_turn import ConnectionSurface, NewTurn, Turn, TurnExchange
 from trioserve.api.responses.kept_responses import KeptMemory, KeptResponses
-from trioserve.api.responses.response_types import SteeringEvent
-from trioserve.api.responses.steering import Steer, SteerEvent, required_input, steer_failed
-from trioserve.api.responses.stored_responses import CONTINUABLE
+from trioserve.api.responses.response_types import SteerError, SteeringEvent
+from trioserve.api.responses.steering import HAS_ENDED, UNKNOWN, Steer, SteerEvent, steer_failed
 from trioserve.api.route_table import Handler
 from trioserve.api.sse import encode
 from trioserve.contracts.arguments import shown
@@ -255,23 +254,18 @@ class _Connection:
             InvalidRequest: The message is invalid, so it has no input that could be returned.
         """
         event = decode_body(raw, SteerEvent)
-        named = next((turn for turn in self._running.values() if turn.response_id == event.previous_response_id), None)
-        target = named if isinstance(named, ConnectionTurn) else None
+        target = next((turn for turn in self._running.values() if turn.response_id == event.previous_response_id), None)
         try:
             event.check()
         except InvalidRequest as error:
-            return self._steer_failed(event, "invalid_input", str(error), target)
-        if named is not None and target is None:
-            return self._steer_failed(event, "steering_not_supported", "a router does not steer responses", None)
-        if target is None or not target.can_be_steered:
-            if target is not None and target.response is None:
-                return self._steer_failed(event, "steering_not_supported", "the response has return_partial", target)
-            if target is not None or self._kept.find(event.previous_response_id) is not None:
-                return self._steer_failed(event, "response_already_completed", "the response has ended", target)
-            return self._steer_failed(event, "response_not_found", "no such response runs on this connection", None)
-        pending = [
-            steer for turn in self._running.values() if isinstance(turn, ConnectionTurn) for steer in turn.steers
-        ]
+            return self._steer_failed(event, SteerError(code="invalid_input", message=str(error)), target)
+        if target is None:
+            is_kept = self._kept.find(event.previous_response_id) is not None
+            return self._steer_failed(event, HAS_ENDED if is_kept else UNKNOWN, None)
+        obstacle = target.steering_obstacle
+        if obstacle is not None:
+            return self._steer_failed(event, obstacle, target)
+        pending = [steer for turn in self._running.values() for steer in turn.steers]
         pending += [steer for steers in self._held.values() for steer in steers]
         byte_count = len(raw) + sum(steer.byte_count for steer in pending)
         if len(pending) >= self._settings.steers_max or byte_count > self._settings.waiting_bytes_max:
@@ -279,12 +273,12 @@ class _Connection:
                 f"{len(pending)} inputs wait (allowed: {self._settings.steers_max}), and they would have {byte_count} "
                 f"bytes (allowed: {self._settings.waiting_bytes_max})"
             )
-            return self._steer_failed(event, "too_many_pending_steers", message, target)
+            return self._steer_failed(event, SteerError(code="too_many_pending_steers", message=message), target)
         steer_id = f"steer_{self._context.clock_and_ids.new_request_id()}"
         return target.steer(Steer(id=steer_id, event=event, byte_count=len(raw)))
 
-    def _steer_failed(self, event: SteerEvent, code: str, message: str, target: ConnectionTurn | None) -> bytes:
-        failed = steer_failed(event, code, message)
+    def _steer_failed(self, event: SteerEvent, error: SteerError, target: Turn | None) -> bytes:
+        failed = steer_failed(event, error)
         return encode(failed) if target is None else target.steer_message(failed)
 
     def _exchange(self, raw: bytes) -> TurnExchange:
@@ -338,19 +332,20 @@ class _Connection:
 
     async def _successor(self, turn: Turn) -> Turn | None:
         """Return the response that follows a steered response at once, if any."""
-        if not isinstance(turn, ConnectionTurn) or not turn.steers:
+        if not turn.steers:
             return None
-        response = turn.response
-        if response is None or response.status not in CONTINUABLE or self._is_too_old:
+        required = turn.required_input
+        if required is None or self._is_too_old:
+            message = "the response failed, was cancelled, or its connection is too old"
+            error = SteerError(code="response_not_active", message=message)
             for steer in turn.steers:
-                message = "the response failed, was cancelled, or its connection is too old"
-                failed = steer_failed(steer.event, "response_not_active", message, steer_id=steer.id)
+                failed = steer_failed(steer.event, error, steer_id=steer.id)
                 await self._socket.send(turn.steer_message(failed).decode())
             return None
-        required = required_input(response.output)
         if not required:
-            return turn.successor(self._exchange(b""))
-        self._held[response.id] = turn.steers
+            return turn.successor(self._exchange)
+        assert turn.response_id is not None
+        self._held[turn.response_id] = turn.steers
         for steer in turn.steers:
             pending = SteeringEvent(
                 type="response.steer.pending",

@@ -21,8 +21,15 @@ from trioserve.api.responses.plan import plan_response
 from trioserve.api.responses.request_types import CreateEvent
 from trioserve.api.responses.response_object import response_id
 from trioserve.api.responses.response_run import ResponseRun
-from trioserve.api.responses.response_types import ErrorEvent, ResponseEvent, ResponseObject, SteeringEvent
-from trioserve.api.responses.steering import Steer, steer_failed, with_steers
+from trioserve.api.responses.response_types import (
+    ErrorEvent,
+    RequiredInput,
+    ResponseEvent,
+    ResponseObject,
+    SteerError,
+    SteeringEvent,
+)
+from trioserve.api.responses.steering import HAS_ENDED, Steer, creation_failed, required_input, with_steers
 from trioserve.api.responses.stored_responses import CONTINUABLE
 from trioserve.api.sse import encode
 from trioserve.api.streams.resumption import Resumption
@@ -133,10 +140,12 @@ class Turn(Protocol):
     Attributes:
         stream_id: Lane of the response. None: the default lane.
         byte_count: Size of the client's message.
+        steers: Input for the successor of this response.
     """
 
     stream_id: str | None
     byte_count: int
+    steers: list[Steer]
 
     @property
     def exchange(self) -> Exchange:
@@ -146,8 +155,40 @@ class Turn(Protocol):
     def response_id(self) -> str | None:
         """Id of the response. None until it has begun."""
 
+    @property
+    def steering_obstacle(self) -> SteerError | None:
+        """Why a response that has begun cannot be steered. None: it can be."""
+
+    @property
+    def required_input(self) -> list[RequiredInput] | None:
+        """Outputs of tool calls that a successor needs. None: the response has not ended, or cannot be continued."""
+
     def cancel(self) -> None:
         """End the response, also if its client reads slowly."""
+
+    def steer(self, steer: Steer) -> bytes:
+        """Take input for the successor. Cut this response, unless it has begun a tool call.
+
+        Args:
+            steer: The input.
+
+        Returns:
+            The message that acknowledges the input.
+        """
+
+    def steer_message(self, event: SteeringEvent) -> bytes:
+        """Return a message about input for the successor.
+
+        Args:
+            event: The event. It gets the next number of the response.
+        """
+
+    def successor(self, exchange_of: Callable[[bytes], TurnExchange]) -> Turn:
+        """Return the response that continues this one with the input of its steers and its own options.
+
+        Args:
+            exchange_of: Makes the exchange of a message.
+        """
 
     async def respond(self, context: Any) -> None:
         """Generate the response and send its events.
@@ -214,9 +255,19 @@ class ConnectionTurn:
         return None if self.run is None else self.run.planned.head.id
 
     @property
-    def can_be_steered(self) -> bool:
-        """True if the response has begun, has not ended, and gives its client no partial result."""
-        return self.run is not None and self.response is None and not self.run.planned.head.body.return_partial
+    def steering_obstacle(self) -> SteerError | None:
+        """Why a response that has begun cannot be steered. None: it can be."""
+        if self.response is not None:
+            return HAS_ENDED
+        if self.run is not None and self.run.planned.head.body.return_partial:
+            return SteerError(code="steering_not_supported", message="the response has return_partial")
+        return None
+
+    @property
+    def required_input(self) -> list[RequiredInput] | None:
+        """Outputs of tool calls that a successor needs. None: the response has not ended, or cannot be continued."""
+        response = self.response
+        return None if response is None or response.status not in CONTINUABLE else required_input(response.output)
 
     def cancel(self) -> None:
         """End the response. Its blocks are free one step later, also if its client reads slowly."""
@@ -248,11 +299,11 @@ class ConnectionTurn:
         assert self.run is not None
         return self._surface.encode(self.run.events.number(event))
 
-    def successor(self, exchange: Exchange) -> ConnectionTurn:
+    def successor(self, exchange_of: Callable[[bytes], TurnExchange]) -> ConnectionTurn:
         """Return the response that continues this one with the input of its steers and its own options.
 
         Args:
-            exchange: Exchange of the successor.
+            exchange_of: Makes the exchange of a message.
         """
         assert self.run is not None
         body = self.run.planned.head.body
@@ -261,7 +312,7 @@ class ConnectionTurn:
             body, input=with_steers(None, self.steers), previous_response_id=self.response_id, generate=None
         )
         return ConnectionTurn(
-            exchange,
+            exchange_of(b""),
             self.stream_id,
             0,
             self._kept,
@@ -289,8 +340,7 @@ class ConnectionTurn:
             last, response = await self._generate(context, run)
         except TrioserveError as error:
             if not context.exchange.started:
-                for steer in self._own_steers:
-                    failed = steer_failed(steer.event, "successor_creation_failed", str(error), steer_id=steer.id)
+                for failed in creation_failed(self._own_steers, str(error)):
                     await self.exchange.send(self._surface.encode(failed))
             raise
         self.response = response

@@ -6,7 +6,7 @@ accepted ──► the response ends ──► its successor begins with the inp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +25,19 @@ from trioserve.api.responses.response_types import (
 )
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["Steer", "SteerEvent", "required_input", "steer_failed", "with_steers"]
+__all__ = [
+    "HAS_ENDED",
+    "UNKNOWN",
+    "Steer",
+    "SteerEvent",
+    "creation_failed",
+    "required_input",
+    "steer_failed",
+    "with_steers",
+]
+
+HAS_ENDED = SteerError(code="response_already_completed", message="the response has ended")
+UNKNOWN = SteerError(code="response_not_found", message="no such response runs on this connection")
 
 
 class SteerEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,13 +88,12 @@ class Steer(msgspec.Struct, frozen=True, kw_only=True):
         return SteeredInput(id=self.id, previous_response_id=self.event.previous_response_id)
 
 
-def steer_failed(event: SteerEvent, code: str, message: str, *, steer_id: str | None = None) -> SteeringEvent:
+def steer_failed(event: SteerEvent, error: SteerError, *, steer_id: str | None = None) -> SteeringEvent:
     """Return the event that gives input back to the client.
 
     Args:
         event: The client's message.
-        code: OpenAI's code for the reason.
-        message: Sentence for people.
+        error: The reason.
         steer_id: Id of the input if it was accepted.
     """
     return SteeringEvent(
@@ -92,8 +103,19 @@ def steer_failed(event: SteerEvent, code: str, message: str, *, steer_id: str | 
             previous_response_id=event.previous_response_id,
             input=event.input,
         ),
-        error=SteerError(code=code, message=message),
+        error=error,
     )
+
+
+def creation_failed(steers: Iterable[Steer], message: str) -> Iterator[SteeringEvent]:
+    """Yield the events that give input back to the client because the successor was refused.
+
+    Args:
+        steers: The input.
+        message: Why the successor was refused.
+    """
+    error = SteerError(code="successor_creation_failed", message=message)
+    return (steer_failed(steer.event, error, steer_id=steer.id) for steer in steers)
 
 
 def required_input(output: Iterable[OutputItem]) -> list[RequiredInput]:
