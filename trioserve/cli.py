@@ -150,8 +150,17 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     pull.add_argument("model", metavar="NAME", help="smollm2, or a name of the hub like org/name")
     pull.add_argument("--revision", metavar="NAME", help="branch, tag or commit at the hub (default: the main branch)")
 
-    models = subparsers.add_parser("models", help="list the models on this machine")
+    models = subparsers.add_parser("models", help="list the models on this machine, or check whether a model runs")
     models.add_argument("--json", action="store_true", help="for scripts (default: off)")
+    models.add_argument(
+        "--check",
+        metavar="NAME",
+        help="say whether a model runs here, by which kernels, in how much memory, and what prevents it, without "
+        "loading weights: a path, smollm2, or a name of the hub like org/name (default: list the models)",
+    )
+    models.add_argument(
+        "--revision", metavar="NAME", help="for --check: branch, tag or commit at the hub (default: the main branch)"
+    )
 
     subparsers.add_parser("bench", help="measure a server from outside, or parts of this program from inside")
 
@@ -168,8 +177,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     doctor.add_argument("--json", action="store_true", help="for scripts (default: off)")
     doctor.add_argument(
         "--model",
-        help="compute the memory that a model needs, and how many tokens and streams fit: a path on this machine, or "
-        "smollm2 (default: check the machine)",
+        help="the same as models --check (default: check the machine)",
     )
 
     random_checkpoint = subparsers.add_parser(
@@ -447,8 +455,10 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 
 def _models(arguments: argparse.Namespace) -> int:
-    from trioserve.commands.models import run_models
+    from trioserve.commands.models import run_check, run_models
 
+    if arguments.check is not None:
+        return run_check(arguments.check, as_json=arguments.json, revision=arguments.revision)
     return run_models(as_json=arguments.json)
 
 
@@ -470,9 +480,13 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None:
+        from trioserve.commands.models import run_check
+
+        return run_check(arguments.model, as_json=arguments.json)
     from trioserve.commands.doctor import run_doctor
 
-    return run_doctor(as_json=arguments.json, model=arguments.model)
+    return run_doctor(as_json=arguments.json)
 
 
 def _top(arguments: argparse.Namespace) -> int:

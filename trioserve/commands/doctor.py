@@ -1,6 +1,6 @@
-"""`trioserve doctor`: checks this machine and lists missing software, or computes the memory that a model needs.
+"""`trioserve doctor`: checks this machine and lists missing software.
 
-The command loads no weights. It imports torch only if an NVIDIA driver is here, to ask whether torch can use the GPU.
+The command imports torch only if an NVIDIA driver is here, to ask whether torch can use the GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -19,22 +19,15 @@ import msgspec
 
 from trioserve import __version__
 from trioserve.commands.processor import processor_name
-from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.extras import Extra, install_command
-from trioserve.model.device import free_host_bytes, has_torch, kv_block_bytes, pick_dtype
-from trioserve.model.diffusion.directory import is_image_model
-from trioserve.model.estimate import ModelEstimate, estimate_checkpoint, estimate_model, gpu_weight_bytes
+from trioserve.model.device import has_torch
 from trioserve.model.gpu import driver_version, has_cuda_driver, why_no_gpu
-from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
-from trioserve.model.loading.encoder_directory import opened_encoder
-from trioserve.model.settings import ModelSettings
 
-__all__ = ["Finding", "findings", "model_findings", "run_doctor"]
+__all__ = ["Finding", "findings", "print_findings", "run_doctor"]
 
 PORT = 8000
 MEMORY_BYTES_MIN = 2 * 2**30  # The bundled model with a small KV cache needs less than 1 GiB.
-STREAM_TOKENS = 2_000  # tokens of the prompt and the response in docs/guides/sizing.md, rounded up
 EXTRAS: dict[str, tuple[str, Extra]] = {
     "huggingface_hub": ("models by their hub names", "hub"),
     "hypercorn": ("the front end hypercorn, and mounting as ASGI", "asgi"),
@@ -60,29 +53,34 @@ class Finding(msgspec.Struct, frozen=True):
     mend: str | None = None
 
 
-def run_doctor(*, as_json: bool, model: str | None = None) -> int:
-    """Print the results of all checks.
+def run_doctor(*, as_json: bool) -> int:
+    """Print the results of all checks of this machine.
 
     Args:
         as_json: True prints JSON instead of a table.
-        model: model whose memory is computed. None checks the machine instead.
 
     Returns:
-        1 if trioserve cannot serve because something is missing, or if the model does not fit, otherwise 0.
-
-    Raises:
-        ModelLoadError: the model is not on this machine, or is damaged.
+        1 if trioserve cannot serve because something is missing, otherwise 0.
     """
-    found = list(findings() if model is None else model_findings(model))
+    found = list(findings())
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
-        marks = {"ok": "ok     ", "absent": "-      ", "missing": "MISSING"}
-        for finding in found:
-            print(f"{marks[finding.state]}  {finding.name:<16} {finding.what}")
-            if finding.mend is not None:
-                print(f"{'':27}{finding.mend}")
+        print_findings(found)
     return any(finding.state == "missing" for finding in found)
+
+
+def print_findings(found: Iterable[Finding]) -> None:
+    """Print one line for each finding, and a second line for advice.
+
+    Args:
+        found: the findings.
+    """
+    marks = {"ok": "ok     ", "absent": "-      ", "missing": "MISSING"}
+    for finding in found:
+        print(f"{marks[finding.state]}  {finding.name:<16} {finding.what}")
+        if finding.mend is not None:
+            print(f"{'':27}{finding.mend}")
 
 
 def findings() -> Iterator[Finding]:
@@ -100,87 +98,6 @@ def findings() -> Iterator[Finding]:
         else:
             yield Finding(package, "ok", f"{found}: {what}")
     yield _port()
-
-
-def model_findings(name: str) -> Iterator[Finding]:
-    """Compute the memory that a model needs on the CPU, from its configuration and the headers of its files.
-
-    Args:
-        name: packaged model, directory or .gguf file on this machine.
-
-    Raises:
-        ModelLoadError: the model is not on this machine, or is damaged.
-    """
-    path = find_default_model(name) or Path(name)
-    if not path.exists():
-        raise ModelLoadError(f"{name} is not on this machine: name a path that `trioserve models` or `pull` prints")
-    if is_image_model(str(path)):
-        raise ModelLoadError(f"{name} generates images and has no KV cache: name a model for text")
-    settings, free_bytes = ModelSettings(device="cpu"), free_host_bytes()
-    encoder = opened_encoder(path)
-    if encoder is not None:
-        estimate = estimate_model(path, settings)
-        yield Finding("model", "ok", f"{name}: an encoder ({estimate.family}), without a KV cache")
-        yield from _fixed_memory(estimate, free_bytes)
-        return
-    checkpoint = open_checkpoint(path)
-    config = checkpoint.config
-    estimate = estimate_checkpoint(checkpoint, settings, with_cache=False)
-    context = f"{config.layer_count} layers, {config.context_tokens_max:,} tokens of context"
-    yield Finding("model", "ok", f"{name}: {config.family}, {context}")
-    yield from _fixed_memory(estimate, free_bytes)
-    yield from _weights_on_gpu(checkpoint, settings)
-    small = kv_block_bytes(config, 1, estimate.dtype, "int8")
-    yield Finding(
-        "KV cache",
-        "ok",
-        f"{_gib(1000 * estimate.kv_token_bytes)} per 1,000 tokens in {estimate.dtype}, {_gib(1000 * small)} with "
-        "--kv-cache-dtype int8",
-    )
-    if config.state_bytes:
-        yield Finding("states", "ok", f"{_gib(config.state_bytes)} per running stream, in the memory of the KV cache")
-    yield _fitting("by default", checkpoint, settings)
-    most = int((free_bytes - estimate.fixed_bytes) / 2**30)
-    if most >= 1:
-        largest = msgspec.structs.replace(settings, kv_cache_bytes=most * 2**30)
-        yield _fitting("at most", checkpoint, largest, f", with --kv-cache-memory {most}")
-
-
-def _weights_on_gpu(checkpoint: Checkpoint, settings: ModelSettings) -> Iterator[Finding]:
-    """Say which quantized weights Triton's kernels keep on a GPU, with their bytes. No line if none are quantized."""
-    tensors = list(checkpoint.tensors())
-    if not has_torch() or all(tensor.block_type is None for tensor in tensors):
-        return
-    dtype = pick_dtype(checkpoint.config, settings, "cuda")
-    kept, expanded = gpu_weight_bytes(tensors, dtype, settings)
-    what = f"{_gib(kept)} stay in 4 bits with Triton, {_gib(expanded)} are expanded to {dtype}"
-    yield Finding("weights on a GPU", "ok", what)
-
-
-def _fixed_memory(estimate: ModelEstimate, free_bytes: int) -> Iterator[Finding]:
-    fits = estimate.fixed_bytes < free_bytes
-    advice = None if fits else f"{_gib(free_bytes)} are free: use a smaller model, or --quantization int8 or int4"
-    how = f"in {estimate.dtype}" if estimate.quantization == "none" else "quantized as in the file"
-    images = f", and {_gib(estimate.vision_bytes)} of the image encoder" if estimate.vision_bytes else ""
-    yield Finding("weights", "ok" if fits else "missing", f"{_gib(estimate.weight_bytes)} {how}{images}", advice)
-    overhead = _gib(estimate.overhead_bytes)
-    yield Finding("workspace", "ok", f"{overhead} for the program, its tokenizer and the buffers of a step")
-
-
-def _fitting(name: str, checkpoint: Checkpoint, settings: ModelSettings, option: str = "") -> Finding:
-    """Return how many tokens and streams fit into the KV cache, whose size follows from the settings."""
-    try:
-        estimate = estimate_checkpoint(checkpoint, settings)
-    except StartupError as error:
-        return Finding(name, "missing", str(error))
-    tokens, most = estimate.kv_tokens, estimate.stream_count_max
-    streams = tokens // STREAM_TOKENS if most is None else min(tokens // STREAM_TOKENS, most)
-    room = f"{tokens:,} tokens, or {streams:,} streams of {STREAM_TOKENS:,} tokens{option}"
-    return Finding(name, "ok", f"{_gib(estimate.kv_bytes)} of KV cache: {room}")
-
-
-def _gib(byte_count: int) -> str:
-    return f"{byte_count / 2**30:.3g} GiB"
 
 
 def _processor() -> Finding:

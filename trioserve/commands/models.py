@@ -1,23 +1,48 @@
-"""`python -m trioserve pull NAME` and `models`: download a model before the first start, and list local models."""
+"""`trioserve pull NAME`, `models` and `models --check NAME`: download a model, list local models, and check whether a
+model runs on this machine and how much memory it needs.
+
+A check reads configs, the headers of weights, and the tokenizer. It loads no weights.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from trioserve.contracts.errors import ModelLoadError
+from trioserve.commands.doctor import Finding, print_findings
+from trioserve.commands.prompt_naming import load_tokenizer
+from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
+from trioserve.contracts.extras import install_command
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.model.device import free_host_bytes, has_torch, kv_block_bytes, pick_dtype
+from trioserve.model.diffusion.directory import is_image_model
+from trioserve.model.diffusion.registry import find_pipeline
+from trioserve.model.estimate import ModelEstimate, estimate_checkpoint, estimate_model, gpu_weight_bytes
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import (
     PACKAGED_MODELS,
+    check_hub_weights,
     download_from_hub,
+    find_default_model,
     find_packaged,
     is_hub_name,
     pull_packaged,
 )
+from trioserve.model.loading.encoder_directory import ENCODER_CLASSES, opened_encoder
+from trioserve.model.loading.hf_config import named_class, read_json_object
+from trioserve.model.loading.safetensors import UnfetchedCheckpoint
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.settings import ModelSettings
+from trioserve.model.step_model import why_not_launched
 from trioserve.trio_tools.progress import ProgressBar
 
-__all__ = ["ModelHere", "models_here", "run_models", "run_pull"]
+__all__ = ["ModelCheck", "ModelHere", "check_model", "models_here", "run_check", "run_models", "run_pull"]
+
+STREAM_TOKENS = 2_000  # tokens of the prompt and the response in docs/guides/sizing.md, rounded up
 
 
 class ModelHere(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,3 +148,240 @@ def _of_hub() -> list[ModelHere]:
         for repository in sorted(repositories, key=lambda repository: repository.repo_id)
         if repository.repo_type == "model"
     ]
+
+
+class ModelCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of checking one model.
+
+    Attributes:
+        name: name or path of the model.
+        runs: True if `trioserve serve` can serve the model on this machine.
+        reason: the field, file or limit that prevents it. None if the model runs.
+        estimate: the model's memory, and the implementation that computes it. None if it cannot be computed.
+        findings: the results, one for each subject.
+    """
+
+    name: str
+    runs: bool
+    reason: str | None
+    estimate: ModelEstimate | None
+    findings: list[Finding]
+
+
+def run_check(name: str, *, as_json: bool, revision: str | None = None) -> int:
+    """Print whether a model runs on this machine, and its memory.
+
+    Args:
+        name: bundled model, directory, .gguf file, or name at the hub.
+        as_json: True prints a ModelCheck as JSON instead of a table.
+        revision: branch, tag or commit at the hub. None for the main branch.
+
+    Returns:
+        0 if the model runs, otherwise 1.
+    """
+    check = check_model(name, revision=revision)
+    if as_json:
+        print(msgspec.json.encode(check).decode())
+    else:
+        print_findings(check.findings)
+    return 0 if check.runs else 1
+
+
+def check_model(name: str, *, revision: str | None = None) -> ModelCheck:
+    """Check whether a model runs on the CPU of this machine.
+
+    Args:
+        name: bundled model, directory, .gguf file, or name at the hub. Of a model at the hub, only small files are
+            downloaded, and its memory follows from its config.
+        revision: branch, tag or commit at the hub. None for the main branch.
+    """
+    checking = _Checking(name, revision)
+    # Warnings, such as those of config fields that are not read, are part of the result.
+    root, handler = logging.getLogger("trioserve"), _Warnings()
+    propagates = root.propagate
+    root.addHandler(handler)
+    root.propagate = False
+    found: list[Finding] = []
+    try:
+        for finding in checking.findings():
+            found.append(finding)
+    except (ModelLoadError, StartupError) as error:
+        found.append(Finding("model", "missing", str(error)))
+    finally:
+        root.removeHandler(handler)
+        root.propagate = propagates
+    found += [Finding("note", "absent", text) for text in handler.texts]
+    reason = next((finding.what for finding in found if finding.state == "missing"), None)
+    return ModelCheck(name=name, runs=reason is None, reason=reason, estimate=checking.estimate, findings=found)
+
+
+class _Warnings(logging.Handler):
+    """Collects the texts of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class _Checking:
+    """One run of check_model."""
+
+    def __init__(self, name: str, revision: str | None) -> None:
+        self._name, self._revision = name, revision
+        self._settings = ModelSettings(device="cpu")
+        self.estimate: ModelEstimate | None = None
+
+    def findings(self) -> Iterator[Finding]:
+        path, is_fetched = self._path()
+        if is_fetched:
+            yield from self._model(path)
+            return
+        yield Finding("files", "ok", "the weights are at the hub: their sizes follow from config.json")
+        if is_image_model(path):
+            class_name = str(read_json_object(path / "model_index.json").get("_class_name"))
+            family = find_pipeline(class_name, self._name).family
+            yield Finding("model", "ok", f"{self._name}: generates images ({family})", "pull it to compute its memory")
+        elif (encoder := ENCODER_CLASSES.get(named_class(read_json_object(path / "config.json")) or "")) is not None:
+            yield Finding(
+                "model", "ok", f"{self._name}: an encoder ({encoder.family})", "pull it to compute its memory"
+            )
+            yield from _texts(path, has_chats=False)
+        else:
+            yield from self._checkpoint(path, UnfetchedCheckpoint(path))
+
+    def _path(self) -> tuple[Path, bool]:
+        """Return the path of the model, and False if its weights are at the hub."""
+        path = find_default_model(self._name) or Path(self._name)
+        if path.exists():
+            return path, True
+        if self._name in PACKAGED_MODELS or not is_hub_name(self._name):
+            raise ModelLoadError(
+                f"{self._name} is not on this machine: name a path that `trioserve models` or `pull` prints"
+            )
+        path = download_from_hub(self._name, revision=self._revision, with_weights=False)
+        is_fetched = any(path.glob("*.safetensors"))
+        if not is_fetched:
+            check_hub_weights(self._name, revision=self._revision)
+        return path, is_fetched
+
+    def _model(self, path: Path) -> Iterator[Finding]:
+        settings, free_bytes, name = self._settings, free_host_bytes(), self._name
+        if is_image_model(path):
+            self.estimate = estimate_model(path, settings)
+            yield Finding("model", "ok", f"{name}: generates images ({self.estimate.family}), without a KV cache")
+            yield from _fixed_memory(self.estimate, free_bytes)
+            return
+        encoder = opened_encoder(path)
+        if encoder is not None:
+            self.estimate = estimate_model(path, settings)
+            yield Finding("model", "ok", f"{name}: an encoder ({self.estimate.family}), without a KV cache")
+            yield from _fixed_memory(self.estimate, free_bytes)
+            yield from _texts(path, has_chats=False)
+            return
+        yield from self._checkpoint(path, open_checkpoint(path))
+
+    def _checkpoint(self, path: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
+        settings, free_bytes, name, config = self._settings, free_host_bytes(), self._name, checkpoint.config
+        estimate = self.estimate = estimate_checkpoint(checkpoint, settings, with_cache=False)
+        context = f"{config.layer_count} layers, {config.context_tokens_max:,} tokens of context"
+        yield Finding("model", "ok", f"{name}: {config.family}, {context}")
+        yield _computed_by(estimate, config)
+        yield from _fixed_memory(estimate, free_bytes)
+        yield from _weights_on_gpu(checkpoint, settings)
+        small = kv_block_bytes(config, 1, estimate.dtype, "int8")
+        yield Finding(
+            "KV cache",
+            "ok",
+            f"{_gib(1000 * estimate.kv_token_bytes)} per 1,000 tokens in {estimate.dtype}, {_gib(1000 * small)} with "
+            "--kv-cache-dtype int8",
+        )
+        if config.state_bytes:
+            state = _gib(config.state_bytes)
+            yield Finding("states", "ok", f"{state} per running stream, in the memory of the KV cache")
+        yield self._fitting("by default", checkpoint, settings)
+        most = int((free_bytes - estimate.fixed_bytes) / 2**30)
+        if most >= 1:
+            largest = msgspec.structs.replace(settings, kv_cache_bytes=most * 2**30)
+            yield self._fitting("at most", checkpoint, largest, f", with --kv-cache-memory {most}")
+        yield from _texts(path, has_chats=checkpoint.continues_texts)
+        if checkpoint.vision is not None:
+            processing = checkpoint.vision.processing
+            reason = None if has_torch() else install_command("torch")
+            rows = f"{processing.tile_tokens} tokens per tile of {processing.tile_size} pixels"
+            yield Finding("images", "ok" if reason is None else "absent", rows, reason)
+
+    def _fitting(self, name: str, checkpoint: Checkpoint, settings: ModelSettings, option: str = "") -> Finding:
+        """Return how many tokens and streams fit into the KV cache, whose size follows from the settings."""
+        try:
+            estimate = estimate_checkpoint(checkpoint, settings)
+        except StartupError as error:
+            return Finding(name, "missing", str(error))
+        if settings is self._settings:
+            self.estimate = estimate
+        tokens, most = estimate.kv_tokens, estimate.stream_count_max
+        streams = tokens // STREAM_TOKENS if most is None else min(tokens // STREAM_TOKENS, most)
+        room = f"{tokens:,} tokens, or {streams:,} streams of {STREAM_TOKENS:,} tokens{option}"
+        return Finding(name, "ok", f"{_gib(estimate.kv_bytes)} of KV cache: {room}")
+
+
+def _computed_by(estimate: ModelEstimate, config: ModelConfig) -> Finding:
+    on_gpu = "Triton kernels" if why_not_launched(config) is None else "plain torch"
+    if estimate.path == "native":
+        return Finding("computed by", "ok", f"native kernels on a CPU, {on_gpu} on a GPU")
+    return Finding(
+        "computed by",
+        "absent",
+        f"plain torch on a CPU, {on_gpu} on a GPU",
+        f"the native kernels cannot compute it: {estimate.why_slower}",
+    )
+
+
+def _texts(path: Path, *, has_chats: bool) -> Iterator[Finding]:
+    """Check the tokenizer, and render one message with the chat template.
+
+    Args:
+        path: directory or .gguf file.
+        has_chats: True if the model continues texts.
+    """
+    tokenizer = load_tokenizer(path)
+    yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size:,} tokens")
+    if not has_chats:
+        return
+    template = tokenizer.chat_template
+    if template is None:
+        yield Finding("chat template", "absent", "none: the model is served for completions only", "--chat-template")
+        return
+    try:
+        tokenizer.render(template, ChatPrompt(messages=[{"role": "user", "content": "Hello"}]))
+    except InvalidRequest as error:
+        yield Finding("chat template", "absent", f"cannot render a message: {error}", "--chat-template")
+    else:
+        yield Finding("chat template", "ok", "renders a message")
+
+
+def _weights_on_gpu(checkpoint: Checkpoint, settings: ModelSettings) -> Iterator[Finding]:
+    """Say which quantized weights Triton's kernels keep on a GPU, with their bytes. No line if none are quantized."""
+    tensors = list(checkpoint.tensors())
+    if not has_torch() or all(tensor.block_type is None for tensor in tensors):
+        return
+    dtype = pick_dtype(checkpoint.config, settings, "cuda")
+    kept, expanded = gpu_weight_bytes(tensors, dtype, settings)
+    what = f"{_gib(kept)} stay in 4 bits with Triton, {_gib(expanded)} are expanded to {dtype}"
+    yield Finding("weights on a GPU", "ok", what)
+
+
+def _fixed_memory(estimate: ModelEstimate, free_bytes: int) -> Iterator[Finding]:
+    fits = estimate.fixed_bytes < free_bytes
+    advice = None if fits else f"{_gib(free_bytes)} are free: use a smaller model, or --quantization int8 or int4"
+    how = f"in {estimate.dtype}" if estimate.quantization == "none" else "quantized as in the file"
+    images = f", and {_gib(estimate.vision_bytes)} of the image encoder" if estimate.vision_bytes else ""
+    yield Finding("weights", "ok" if fits else "missing", f"{_gib(estimate.weight_bytes)} {how}{images}", advice)
+    overhead = _gib(estimate.overhead_bytes)
+    yield Finding("workspace", "ok", f"{overhead} for the program, its tokenizer and the buffers of a step")
+
+
+def _gib(byte_count: int) -> str:
+    return f"{byte_count / 2**30:.3g} GiB"

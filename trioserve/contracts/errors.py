@@ -138,7 +138,7 @@ class StartupError(TrioserveError):
 class ModelLoadError(StartupError):
     """The model cannot be read: wrong path, missing weights, damaged file or unknown architecture.
 
-    Remedy: check the path and the files of the model. `trioserve doctor --model` reads their headers.
+    Remedy: check the path and the files of the model. `trioserve models --check` reads their headers.
     """
 
 

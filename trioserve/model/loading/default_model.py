@@ -41,6 +41,7 @@ __all__ = [
     "models_folder",
     "pull_packaged",
     "DOWNLOAD_THREAD",
+    "check_hub_weights",
     "download_from_hub",
     "find_default_model",
     "is_hub_name",
@@ -428,6 +429,44 @@ def download_from_hub(
         ModelLoadError: the download fails.
     """
     files = [files for files in _HUB_FILES if with_weights or files != _WEIGHTS]
+    with _hub(name) as hub:
+        return Path(
+            hub.snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=files,
+                ignore_patterns=_HUB_FILES_IGNORED,
+                **({} if progress is None else {"tqdm_class": watched_by(progress)}),
+            )
+        )
+
+
+def check_hub_weights(name: str, *, revision: str | None = None) -> None:
+    """Check that a hub model has safetensors that download_from_hub would download. Nothing is downloaded.
+
+    Args:
+        name: hub name.
+        revision: branch, tag or commit. None: the main branch.
+
+    Raises:
+        ModelLoadError: it has none, or the hub does not answer.
+    """
+    with _hub(name) as hub:
+        files = sorted(file for file in hub.list_repo_files(name, revision=revision) if "/" not in file)
+    if any(file.endswith(".safetensors") and not file.startswith("consolidated") for file in files):
+        return
+    others = [file for file in files if file.endswith((".gguf", ".bin", ".pt", ".pth", ".safetensors"))]
+    found = f"its weights only in {others[0]}" if others else "no weights"
+    raise ModelLoadError(f"the model {name!r} has {found} at the hub, and safetensors are needed: use another model")
+
+
+@contextlib.contextmanager
+def _hub(name: str) -> Iterator[Any]:
+    """Import huggingface_hub, and replace its errors.
+
+    Args:
+        name: hub name of the model, for error messages.
+    """
     try:
         import huggingface_hub
     except ImportError:
@@ -436,15 +475,7 @@ def download_from_hub(
             f"{install_command('hub')}, or fetch it yourself and name the directory"
         ) from None
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=files,
-                ignore_patterns=_HUB_FILES_IGNORED,
-                **({} if progress is None else {"tqdm_class": watched_by(progress)}),
-            )
-        )
+        yield huggingface_hub
     # Depending on its version and the fault, huggingface_hub raises its own exceptions or those of an HTTP library.
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

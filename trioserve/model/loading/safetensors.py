@@ -26,18 +26,20 @@ from trioserve.model.loading.hf_config import (
     sampling_defaults_from,
     sees_images,
 )
-from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, match_tensors
+from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, Shape, match_tensors, tensor_shapes
 from trioserve.model.loading.quantization_config import storage_scheme
 from trioserve.model.loading.quantized_matrix import Mxfp4Matrix, QuantizedMatrix, mxfp4_matrices, quantized_matrices
-from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, STORAGE_BYTES, FileTensor, StoredTensor
+from trioserve.model.loading.stored_tensor import FP8_ROWS, PLAIN_DTYPES, STORAGE_BYTES, FileTensor, StoredTensor
 from trioserve.model.loading.vision_part import VISION_CLASSES, VisionPart
 from trioserve.model.model_config import ModelConfig
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values
 
 __all__ = [
     "EMBEDDING_NAME",
     "INDEX_NAME",
     "FurtherTensor",
     "SafetensorsCheckpoint",
+    "UnfetchedCheckpoint",
     "stored_tensors",
     "tensors_in_file",
 ]
@@ -184,6 +186,70 @@ class SafetensorsCheckpoint:
         if kind != "bias" or f"{module}.weight" not in self._matrices or not isinstance(tensor, FileTensor):
             return False
         return not tensor.bytes().any()
+
+
+class UnfetchedCheckpoint:
+    """Checkpoint whose weights are not on this machine. Its tensors follow from the config, and cannot be read.
+
+    Args:
+        directory: directory with config.json and the other small files of a checkpoint.
+        context_tokens: see open_checkpoint.
+
+    Raises:
+        ModelLoadError: the config is damaged, or not of a supported family.
+    """
+
+    def __init__(self, directory: Path, context_tokens: int | None = None) -> None:
+        if not (directory / "config.json").is_file():
+            raise ModelLoadError("the model has no config.json: only checkpoints of transformers can be checked")
+        config = read_json_object(directory / "config.json")
+        generation_path = directory / "generation_config.json"
+        generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
+        quantization = _quantization(Fields(config, "config.json"))
+        self._scheme = None if quantization is None else storage_scheme(quantization)
+        self.config: ModelConfig = model_config_from(
+            config, generation_config, dtype_name=_config_dtype(config), context_tokens=context_tokens
+        )
+        self.files: tuple[Path, ...] = ()
+        self.continues_texts: bool = has_head(config)
+        self.vision: VisionPart | None = None
+        if sees_images(config) and named_class(config) in VISION_CLASSES:
+            self.vision = VisionPart(directory, config, self.config, None)
+        self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
+        self.tokenizer_directory: Path | None = directory
+        self.gguf_metadata: dict[str, object] | None = None
+        self.sampling_defaults: dict[str, float | int] = sampling_defaults_from(generation_config)
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        for name, shape in tensor_shapes(self.config).items():
+            yield StoredTensor(name, shape, self.config.dtype_name, _cannot_read, bytes, self._block_type(name, shape))
+
+    def _block_type(self, name: str, shape: Shape) -> str | None:
+        """Return the block type that a matrix usually has with this quantization."""
+        scheme = self._scheme
+        if scheme is None or len(shape) != 2 or not name.startswith("layers.") or ".router." in name:
+            return None
+        if scheme.layout == "mxfp4":
+            return "MXFP4" if ".experts." in name else None
+        if scheme.is_float:
+            return FP8_ROWS if scheme.blocks is None else None
+        return None if scheme.has_order else f"Q{scheme.bits}_F32"
+
+
+def _cannot_read(wanted: Dtype) -> Values:
+    raise AssertionError("the weights are not on this machine")
+
+
+def _config_dtype(config: dict[str, object]) -> Dtype:
+    """Return the number format that config.json names. transformers writes float32 if it names none."""
+    outer = Fields(config, "config.json")
+    texts = outer.group_or_none("text_config") or Fields({}, "text_config")
+    for fields in (outer, texts):
+        for name in ("dtype", "torch_dtype"):
+            for dtype in VALUE_BYTES:
+                if fields.is_one_of(name, (dtype,)):
+                    return dtype
+    return "float32"
 
 
 def _quantization(fields: Fields) -> dict[str, object] | None:

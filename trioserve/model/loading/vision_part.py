@@ -128,14 +128,14 @@ class VisionPart:
         directory: checkpoint directory.
         config: content of config.json.
         texts: config of the language model.
-        stored: every tensor of the checkpoint, by its name in the files.
+        stored: every tensor of the checkpoint, by its name in the files. None: the weights are not on this machine.
 
     Raises:
         ModelLoadError: files are damaged, or tensors and config do not match.
     """
 
     def __init__(
-        self, directory: Path, config: Mapping[str, object], texts: ModelConfig, stored: Mapping[str, FileTensor]
+        self, directory: Path, config: Mapping[str, object], texts: ModelConfig, stored: Mapping[str, FileTensor] | None
     ) -> None:
         fields = Fields(config, "config.json")
         self.config = _vision_config(fields, texts)
@@ -145,9 +145,11 @@ class VisionPart:
                 f"image_token_id in config.json is {self.processing.image_token_id}, but the vocabulary has "
                 f"{texts.vocab_size} tokens: the checkpoint's config is damaged"
             )
-        shapes = vision_shapes(self.config)
-        self._stored = _placed(stored, shapes)
-        _check_layers(stored, shapes)
+        self._stored: dict[str, FileTensor] = {}
+        if stored is not None:
+            shapes = vision_shapes(self.config)
+            self._stored = _placed(stored, shapes)
+            _check_layers(stored, shapes)
         self.files = tuple(dict.fromkeys(tensor.path for tensor in self._stored.values()))
         self.weight_bytes = sum(tensor.byte_count for tensor in self._stored.values())
 
