@@ -11,15 +11,16 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.spelling import closest_name
 from trioserve.options.engine import EngineOptions, ImageOptions
+from trioserve.options.hosting import HostingOptions, hosted_model_text
 from trioserve.options.option import ENVIRONMENT_PREFIX, Option, about, checked, checked_parameters, options_of
 from trioserve.options.ranks import RANKS_MAX
 from trioserve.options.router import RouterOptions
@@ -28,7 +29,7 @@ from trioserve.options.storage import StorageOptions
 
 __all__ = ["Config", "add_arguments", "config_from", "make_config"]
 
-OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER|KV_KEY_DIRECTORY")
+OTHER_VARIABLE = re.compile(r"NATIVE|PARENT_PIPE|URL|CLIENTS|QWEN_CODER|KV_KEY_DIRECTORY")
 """Variables of trioserve that are not options."""
 
 KUBERNETES_VARIABLE = re.compile(
@@ -41,7 +42,7 @@ ConfigT = TypeVar("ConfigT", bound=ServerOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ImageOptions, StorageOptions, RouterOptions):
+class Config(EngineOptions, ImageOptions, StorageOptions, RouterOptions, HostingOptions):
     """Options of a server with an engine. It also routes if there are other endpoints."""
 
     # fmt: off
@@ -138,7 +139,26 @@ def _add_argument(place: argparse._ActionsContainer, option: Option) -> None:
     elif option.choices:
         place.add_argument(flag, choices=option.choices, default=None, help=help_text)
     else:
-        place.add_argument(flag, metavar=unit, default=None, help=help_text)
+        action = _ModelAction if option.name == "model" else "store"
+        place.add_argument(flag, action=action, metavar=unit, default=None, help=help_text)
+
+
+class _ModelAction(argparse.Action):
+    """`--model NAME=PATH` is the same as `--host-model NAME=PATH`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(values, str)
+        name, equals, _ = values.partition("=")
+        if equals and not {"/", "."} & set(name[:1]):
+            namespace.host_model = [*(getattr(namespace, "host_model", None) or ()), values]
+        else:
+            namespace.model = values
 
 
 def _spell_value(value: object) -> str:
@@ -198,4 +218,10 @@ def _read_file(path: Path) -> dict[str, tuple[str, object]]:
         raise StartupError(f"the config file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StartupError(f"the config file {path} is not TOML: {error}") from None
+    models = values.pop("models", {})
+    if not isinstance(models, dict):
+        raise StartupError(f"models in {path} is {models!r}, it must be tables such as [models.NAME]")
+    if models:
+        key = next((key for key in ("host_model", "host-model") if key in values), "host_model")
+        values[key] = [*values.get(key, []), *(hosted_model_text(name, table) for name, table in models.items())]
     return {name.replace("-", "_"): (f"{name} in {path}", value) for name, value in values.items()}

@@ -26,6 +26,7 @@ def test_every_option_is_used_refused_or_ignored_explicitly_with_an_image_model(
     of_every_server = {*GROUPS["server"], *GROUPS["keys and TLS"], *GROUPS["queue and deadlines"]}
     taken = {"model", "dtype", "device", "threads", "max_num_seqs", *GROUPS["pictures"], *GROUPS["faults"]}
     taken.add("image_decode_timeout")
+    taken |= set(GROUPS["several models"])  # With these options, the image model has a process without them.
     others = {"log_format", "access_log", "otlp_endpoint", "trace_sample"}
     known = {name for names in GROUPS.values() for name in names}
     assert known - of_every_server - taken - set(REFUSED) - set(NO_USE) - others == set()

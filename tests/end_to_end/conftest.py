@@ -75,7 +75,7 @@ class ServerProcess:
         for line in self.process.stderr:
             self.lines.append(line)
             found = re.search(r"serving .* at (http\S+)", line)
-            if found:
+            if found and not self.url:  # Models that the server starts later report their own addresses.
                 self.url = found[1]
                 self._is_serving.set()
         self._is_serving.set()

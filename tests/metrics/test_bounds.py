@@ -128,6 +128,7 @@ def test_no_metric_has_label_values_that_clients_choose():
     assert open_ended == {
         *("reason", "path", "status", "handler", "method"),  # The values are routes and fixed texts of the program.
         *("endpoint",),  # The values are the endpoints of the fleet.
+        *("hosted_model", "outcome"),  # The operator configures the models, and the outcomes are fixed texts.
         *("rank",),  # The values are the ranks of one model, see --tensor-parallel-size.
         *("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"),  # one series
         # The admin loads adapters, so clients cannot add values.

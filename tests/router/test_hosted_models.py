@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest, Overloaded, StartupError
-from trioserve.router.hosted_models import HostedModels, HostedModelsSettings, ModelOrder, ModelSpec, ModelState
+from trioserve.router.hosted_models import HostedModels, ModelOrder, ModelSpec, ModelState
+from trioserve.router.settings import HostedModelsSettings
 
 
 def models_of(*specs: ModelSpec, memory: int = 2, turn_seconds: float = 10.0) -> HostedModels:
@@ -138,9 +139,12 @@ def test_pinned_model_is_loaded_at_the_start_and_after_a_crash():
     with pytest.raises(InvalidRequest, match="b needs 1 bytes of memory, but models may have 0"):
         models.wait("b", 100)
     models.on_failed("a", 100, "signal 9")
-    assert models.decide(100) == []
-    assert models.next_at(100) == 105
-    assert states(models.decide(105)) == [("a", "loading")]
+    assert states(models.decide(100)) == [("a", "loading")]
+    models.on_loaded("a", 101)
+    models.on_failed("a", 160, "signal 9")
+    assert models.decide(160) == []
+    assert models.next_at(160) == 165
+    assert states(models.decide(165)) == [("a", "loading")]
 
 
 def test_more_pinned_models_than_memory_are_refused():

@@ -67,6 +67,7 @@ class Dispatch:
         on_wait_over: Called when a request gets its lease or is refused in the queue, with the seconds that it has
             waited.
         on_paired: Called at the first token of a disaggregated request, with the seconds since the end of its prompt.
+        on_enter, on_state: See `host`. None: the server loads no models on demand.
         load_reports_total: Number of load reports by kind: "asked" (the router requested the report) or "pushed" (the
             endpoint sent the report by itself).
     """
@@ -85,6 +86,8 @@ class Dispatch:
         self.on_drain: Callable[[], None] = lambda: None
         self.on_wait_over: Callable[[float], object] = lambda seconds: None
         self.on_paired: Callable[[float], object] = lambda seconds: None
+        self.on_enter: Callable[[RoutedRequest], None] | None = None
+        self.on_state: Callable[[Ticket], None] | None = None
         self._admissions: dict[int, AdmissionScope] = {}
         self._ended_ids = EndedIds()
         self._sent_times = SentTimes()
@@ -169,7 +172,11 @@ class Dispatch:
         Raises:
             Overloaded: see `enter`.
         """
+        if self.on_enter is not None:
+            self.on_enter(request)
         ticket = self.core.enter(request, trio.current_time())
+        if self.on_state is not None:
+            self.on_state(ticket)
         admission = self._admissions[ticket.index] = AdmissionScope(self, self.core, ticket, id=id, owner=owner)
         if ticket.state is TicketState.WAITING:
             self.retime()  # The request's queue deadline may be earlier than the next tick of `run`.
@@ -183,6 +190,8 @@ class Dispatch:
         """
         if self._admissions.pop(admission.index, None) is not None:
             self.core.leave(admission.ticket, trio.current_time())
+            if self.on_state is not None:
+                self.on_state(admission.ticket)
             if admission.id is not None:
                 self._ended_ids.note(admission.id, admission.owner)
             if not self._admissions:
@@ -257,6 +266,24 @@ class Dispatch:
     def endpoints(self) -> Collection[EndpointState]:
         """Return the states of all endpoints. The caller must not change them."""
         return self.core.endpoints.values()
+
+    def host(
+        self,
+        models: Iterable[str],
+        *,
+        on_enter: Callable[[RoutedRequest], None],
+        on_state: Callable[[Ticket], None],
+    ) -> None:
+        """Let requests wait for models that the server loads on demand, while no endpoint serves them.
+
+        Args:
+            models: Names of the models.
+            on_enter: Called with each request before it enters. May raise a refusal.
+            on_state: Called with a ticket after its state has changed. Called again for the same state at times. It
+                must not change the router.
+        """
+        self.core.host(models)
+        self.on_enter, self.on_state = on_enter, on_state
 
     def model_names(self) -> KeysView[str]:
         """Return the names of all models that the endpoints serve."""
@@ -477,6 +504,8 @@ class Dispatch:
             self.on_move(admission)
 
     def _wake_admission(self, ticket: Ticket) -> None:
+        if self.on_state is not None:
+            self.on_state(ticket)
         admission = self._admissions.get(ticket.index)
         # This field is None while the request enters, because `begin` reads the ticket itself.
         if admission is not None:
@@ -727,11 +756,15 @@ class AdmissionScope:
                 decode endpoint.
         """
         self._core.prefilled(self.ticket, trio.current_time(), outcome=outcome)
+        if self._dispatch.on_state is not None:
+            self._dispatch.on_state(self.ticket)
         self._dispatch.retime()
 
     def hold_lost(self) -> None:
         """Note that the prefill endpoint does not hold the request's blocks any more. Allowed at any time."""
         self._core.hold_lost(self.ticket, trio.current_time())
+        if self._dispatch.on_state is not None:
+            self._dispatch.on_state(self.ticket)
         self._dispatch.retime()
 
     def failed(
@@ -769,6 +802,8 @@ class AdmissionScope:
             is_certain=is_certain,
             reason=reason,
         )
+        if self._dispatch.on_state is not None:
+            self._dispatch.on_state(self.ticket)
         self._dispatch.retime()
         return is_waiting
 
@@ -835,4 +870,6 @@ class AdmissionScope:
             self._attempt.cancel()
         else:
             self._core.leave(self.ticket, trio.current_time())
+            if self._dispatch.on_state is not None:
+                self._dispatch.on_state(self.ticket)
             self.wake()

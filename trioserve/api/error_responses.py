@@ -259,6 +259,7 @@ TABLE: dict[str | None, ErrorKind] = {
     ),
     "draining": ErrorKind(503, _UNAVAILABLE, "the server is shutting down", "ask another server"),
     "no_endpoint": ErrorKind(503, _UNAVAILABLE, "no endpoint serves the model now", "wait for `Retry-After`"),
+    "model_load_failed": ErrorKind(503, _UNAVAILABLE, "the model could not be loaded", "wait for `Retry-After`"),
     "step_overdue": ErrorKind(503, _UNAVAILABLE, "a step of the engine hangs", "ask another server"),
     "engine_reopening": ErrorKind(503, _UNAVAILABLE, "the engine failed and is restarting", "wait for `Retry-After`"),
     "no_store": ErrorKind(503, _UNAVAILABLE, "the server has no store", "ask a server with a store"),

@@ -7,6 +7,7 @@ key, which is its name or its number.
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,25 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 import trio
 
+from trioserve.commands.log_lines import announce
 from trioserve.commands.program_end import StopSignals
 
-__all__ = ["Ended", "Order", "Serving", "Signalled", "relay_signals", "start_child"]
+__all__ = [
+    "LINE_BYTES_MAX",
+    "PARENT_PIPE",
+    "Ended",
+    "Order",
+    "Serving",
+    "Signalled",
+    "relay_lines",
+    "relay_signals",
+    "start_child",
+]
+
+PARENT_PIPE = "TRIOSERVE_PARENT_PIPE"
+"""Variable with the number of a pipe. A server stops when the pipe is closed, because its parent process has ended."""
+LINE_BYTES_MAX = 64 * 1024  # maximum length of a line of output; a longer line is printed in pieces
+SERVING = re.compile(r"serving .* at (\S+) ")
 
 Key = TypeVar("Key")
 
@@ -122,3 +139,34 @@ async def relay_signals(
 
 async def _kill(process: trio.Process) -> None:
     process.kill()
+
+
+async def relay_lines(name: str, output: trio.abc.ReceiveStream, on_serving: Callable[[str], None]) -> str:
+    """Print the output of a process with its name as a prefix.
+
+    Args:
+        name: name of the process.
+        output: standard error of the process.
+        on_serving: called with the URL when the process reports that it accepts requests.
+
+    Returns:
+        The last line that is not empty, or "".
+    """
+    is_reported = False
+    held, last = b"", ""
+    async for data in output:
+        *lines, held = (held + data).split(b"\n")
+        if len(held) > LINE_BYTES_MAX:
+            lines, held = [*lines, held], b""
+        for line in lines:
+            text = line.decode("utf-8", "replace")
+            last = text.strip() or last
+            announce(f"{name}: {text}")
+            found = SERVING.match(text)
+            if found is not None and not is_reported:
+                is_reported = True
+                on_serving(found[1])
+    if held:
+        last = held.decode("utf-8", "replace")
+        announce(f"{name}: {last}")
+    return last

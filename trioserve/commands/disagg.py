@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import msgspec
 import trio
 
-from trioserve.commands.child_processes import Ended, Order, Serving, Signalled, relay_signals, start_child
+from trioserve.commands.child_processes import (
+    LINE_BYTES_MAX,
+    Ended,
+    Order,
+    Serving,
+    Signalled,
+    relay_lines,
+    relay_signals,
+    start_child,
+)
 from trioserve.commands.log_lines import announce
 from trioserve.commands.program_end import EXIT_FAILED, StopSignals
 from trioserve.config import Config, add_arguments, config_from
@@ -31,11 +38,9 @@ from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 
 __all__ = ["DisaggSettings", "StartAndStop", "run_disagg"]
 
-LINE_BYTES_MAX = 64 * 1024  # maximum length of a line of output; a longer line is printed in pieces
 # Maximum number of waiting events. Three processes and a user cause fewer events. A dropped signal would only repeat an
 # earlier signal.
 EVENTS_MAX = 64
-SERVING = re.compile(r"serving .* at (\S+) ")
 FINDING_SECONDS_MAX = 10.0  # enough time for several health checks
 LOOKS_SECONDS = 0.05  # interval at which the router is polled, because it does not report the result of a health check
 
@@ -271,7 +276,7 @@ async def _serve(
                 await _until_both_are_found(url)
             await sender.send(Serving(name))
 
-        await _relay_lines(name, process.stderr, lambda url: nursery.start_soon(report_serving, url))
+        await relay_lines(name, process.stderr, lambda url: nursery.start_soon(report_serving, url))
         code = await process.wait()
         nursery.cancel_scope.cancel()
     await sender.send(Ended(name, code))
@@ -304,28 +309,3 @@ class _Endpoint(msgspec.Struct):
 
 class _Endpoints(msgspec.Struct):
     data: list[_Endpoint]
-
-
-async def _relay_lines(name: Name, output: trio.abc.ReceiveStream, on_serving: Callable[[str], None]) -> None:
-    """Print the output of a process with its name as a prefix.
-
-    Args:
-        name: Name of the process.
-        output: Standard error of the process.
-        on_serving: Called with the URL when the process reports that it accepts requests.
-    """
-    is_reported = False
-    held = b""
-    async for data in output:
-        *lines, held = (held + data).split(b"\n")
-        if len(held) > LINE_BYTES_MAX:
-            lines, held = [*lines, held], b""
-        for line in lines:
-            text = line.decode("utf-8", "replace")
-            announce(f"{name}: {text}")
-            found = SERVING.match(text)
-            if found is not None and not is_reported:
-                is_reported = True
-                on_serving(found[1])
-    if held:
-        announce(f"{name}: {held.decode('utf-8', 'replace')}")

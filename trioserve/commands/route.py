@@ -44,6 +44,7 @@ from trioserve.proxy.discovery.ray import RaySource, check_ray_is_installed
 from trioserve.proxy.discovery.source import FileSource, Source, read_endpoints
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
+from trioserve.proxy.model_host import ModelHost
 from trioserve.proxy.peers.kept_stream import ClientLeftNotices
 from trioserve.proxy.peers.peer_watch import PeerWatch, parse_peers
 from trioserve.proxy.peers.processes import OneProcess, OtherProcesses, ProcessDoor, ProcessPeers, ProcessPlace
@@ -55,6 +56,7 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service
 
 if TYPE_CHECKING:
+    from trioserve.commands.hosting import Hosting
     from trioserve.proxy.prompt_blocks import PromptBlocks
 
 __all__ = ["InheritedPlace", "Routing", "checked_routing", "run_router", "serve_router"]
@@ -95,19 +97,22 @@ def run_router(config: RouterOptions) -> int:
     return run_until_signal(config, serve, what="a router")
 
 
-def checked_routing(config: RouterOptions, place: ProcessPlace | None = None) -> Routing:
+def checked_routing(
+    config: RouterOptions, place: ProcessPlace | None = None, hosting: Hosting | None = None
+) -> Routing:
     """Check the options of a router and create its parts, before it listens.
 
     Args:
         config: options of the router.
         place: name and peers of this process. None if the router has only one process.
+        hosting: models that are loaded on demand. None if there are none.
 
     Raises:
         StartupError: an option is wrong, or no endpoint is configured.
     """
     check_front(config)
-    routing = Routing(config, place)
-    if not routing.has_endpoints:
+    routing = Routing(config, place, hosting)
+    if not routing.has_endpoints and routing.models is None:
         raise StartupError(
             "no endpoint is configured: set one with --endpoint http://HOST:PORT, or a way to find endpoints with "
             "--endpoints-file, --endpoints-dns, --endpoints-kubernetes or --endpoints-ray"
@@ -121,6 +126,7 @@ async def serve_router(
     *,
     on_serving: Callable[[list[str]], None] = lambda urls: None,
     inherited: InheritedPlace | None = None,
+    hosting: Hosting | None = None,
 ) -> None:
     """Run the whole router in the caller's scope, until `orders` yields an item and the router has drained.
 
@@ -131,13 +137,14 @@ async def serve_router(
         orders: stops the router. See `Service.run` for its items.
         on_serving: receives the URLs once the router accepts requests.
         inherited: sockets of this process, if the router has several processes. None listens at the configured address.
+        hosting: models that are loaded on demand. None if there are none.
 
     Raises:
         StartupError: an option is wrong, or the router cannot listen.
     """
     place = None if inherited is None else inherited.place
     limits = frontend_limits(config)
-    routing = checked_routing(config, place)
+    routing = checked_routing(config, place, hosting)
     ssl_context = server_tls(config)
     async with open_tracing(config) as tracing, routing.naming(config.tokenizer) as naming:
         app = routing.app(naming=naming, tracer=tracing.tracer)
@@ -201,12 +208,15 @@ class Routing:
     Args:
         config: options of the router.
         place: name and peers of this process. None if the router has only one process.
+        hosting: models that are loaded on demand. None if there are none.
 
     Raises:
         StartupError: an option is wrong.
     """
 
-    def __init__(self, config: RouterOptions, place: ProcessPlace | None = None) -> None:
+    def __init__(
+        self, config: RouterOptions, place: ProcessPlace | None = None, hosting: Hosting | None = None
+    ) -> None:
         self._config = config
         self._place = place
         self._processes = OneProcess() if place is None else OtherProcesses(place)
@@ -221,7 +231,7 @@ class Routing:
                 hang_seconds_max=config.hang_timeout,
                 move_seconds=config.move_timeout or None,
             ),
-            aliases=_aliases(config.model_alias),
+            aliases={**_aliases(config.model_alias), **({} if hosting is None else hosting.aliases)},
             ssl_context=_endpoint_tls(config),
             peers=self._peer_watch,
             silence=config.silence_settings(),
@@ -235,9 +245,12 @@ class Routing:
         for id, count in Counter(spec.endpoint_id for spec in self._specs).items():
             if count > 1:
                 raise StartupError(f'there are {count} endpoints with the id "{id}": ids must be unique')
+        self.models = None if hosting is None else hosting.runs()
         self.settings = config.engine_settings()
         self.metrics = Metrics(None, parts=("frontend", "router"))
         show_router(self.metrics, self.dispatch)
+        if self.models is not None:
+            ModelHost(self.fleet, self.models).show(self.metrics)
         self.fleet.on_silent = lambda reason: self.metrics.silent_responses_total.labels(reason).inc()
         self._peers: NoPeers = NoPeers()
         if self._peer_watch is not None and place is not None:
@@ -328,6 +341,7 @@ class Routing:
             peers=self._peers,
             processes=self._processes,
             notices=self._notices,
+            models=self.models,
             connections=config.connection_settings(),
             page=page_settings(config),
             tracer=tracer,
@@ -342,6 +356,8 @@ class Routing:
             await nursery.start(self.dispatch.run)
             await nursery.start(self.fleet.run)
             await nursery.start(self._notices.run)
+            if self.models is not None:
+                await nursery.start(self.models.run)
             if self._peer_watch is not None:
                 await nursery.start(self._peer_watch.run)
             for source in self._sources:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -19,10 +20,11 @@ from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.routes import App
 from trioserve.assemble import Loaded, open_configured_engine
 from trioserve.assemble_model import LoadReport, default_served_name
+from trioserve.commands.child_processes import PARENT_PIPE
 from trioserve.commands.engine_app import engine_app
 from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines
-from trioserve.commands.route import Routing
+from trioserve.commands.route import Routing, serve_router
 from trioserve.commands.serving import (
     around_app,
     check_front,
@@ -66,6 +68,20 @@ def run_server(config: Config) -> int:
         StartupError: an option is wrong, or the model or the address cannot be used.
         EngineFault: the engine broke.
     """
+
+    stop_with_parent()
+    if config.hosts_models:
+        # This import is late, because a server with one model needs none of the imported modules.
+        from trioserve.commands.hosting import Hosting
+
+        hosting = Hosting(config)
+
+        async def serve_hosted(
+            orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]
+        ) -> None:
+            await serve_router(config, orders, on_serving=announce, hosting=hosting)
+
+        return run_until_signal(config, serve_hosted, what=hosting.what)
 
     async def serve_model(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
         if is_image_model(config.model):
@@ -230,6 +246,21 @@ class _WorkerWithBackgroundWork:
     async def wait_until_idle(self) -> None:
         await self._app.wait_until_idle()
         await self._engine.wait_until_idle()
+
+
+def stop_with_parent() -> None:
+    """Stop this server when the server that started it has ended. Do nothing if no server started it."""
+    number = os.environ.pop(PARENT_PIPE, None)
+    if number is None:
+        return
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(int(number), 1):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def _names(config: Config) -> list[str]:

@@ -99,6 +99,55 @@ class RouterMetrics:
             part="router",
         ),
     ]
+    hosted_model_loaded: Annotated[
+        Gauge,
+        Metric(
+            Question.SURVIVAL,
+            "models",
+            "1 if a model that is loaded on demand is loaded, 0 if it is not.",
+            labels=(Label("hosted_model"),),
+            part="router",
+        ),
+    ]
+    hosted_model_waiting_requests: Annotated[
+        Gauge,
+        Metric(
+            Question.WAITING,
+            "requests",
+            "Requests that wait for a model to be loaded, or for a free slot of it.",
+            labels=(Label("hosted_model"),),
+            part="router",
+        ),
+    ]
+    hosted_models_bytes: Annotated[
+        Gauge,
+        Metric(
+            Question.WAITING,
+            "bytes",
+            "Memory that the hosted models may use that are loaded, being loaded or being unloaded.",
+            part="router",
+        ),
+    ]
+    hosted_model_loads_total: Annotated[
+        Counter,
+        Metric(
+            Question.SURVIVAL,
+            "loads",
+            "Loads of hosted models by outcome: loaded, failed (also crashes later), or unloaded after it was loaded.",
+            labels=(Label("hosted_model"), Label("outcome")),
+            part="router",
+        ),
+    ]
+    hosted_model_load_seconds: Annotated[
+        PlainHistogram,
+        Metric(
+            Question.WAITING,
+            "seconds",
+            "Time from the start of a hosted model's process until it accepts requests.",
+            buckets=WAIT_SECONDS,
+            part="router",
+        ),
+    ]
     farewells_dropped_total: Annotated[
         Counter,
         Metric(

@@ -28,6 +28,7 @@ from trioserve.contracts.tracing import Span
 from trioserve.proxy.disaggregated_request import can_be_disaggregated, serve_disaggregated
 from trioserve.proxy.forwarded_headers import owner_of, request_headers
 from trioserve.proxy.kept_objects import RESPONSES_PATH
+from trioserve.proxy.model_routes import set_keep_alive
 from trioserve.proxy.peers.kept_stream import Stream, StreamCall
 from trioserve.proxy.prompt_blocks import named_blocks
 from trioserve.proxy.proxied_request import AskedRequest, ProxiedRequest, RequestClock
@@ -79,6 +80,8 @@ async def forward(context: RouterContext) -> None:
     """
     with _refusals_logged(context):
         asked = await _asked(context)
+        if context.services.models is not None and await set_keep_alive(context, asked):
+            return
         with asked.clock.running():
             stream = await _stream_of(context, asked)
             if stream is None:

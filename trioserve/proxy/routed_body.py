@@ -65,6 +65,7 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
     return_partial: bool | None = None
     kv_transfer_params: msgspec.Raw = _NOTHING
     resume: msgspec.Raw = _NOTHING
+    keep_alive: float | str | None = None
 
     @property
     def content(self) -> bytes:

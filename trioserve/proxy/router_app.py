@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,13 @@ import msgspec
 import trio
 from msgspec import UNSET, UnsetType
 
+from trioserve.admission.dispatch import AdmissionScope
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
 from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
 from trioserve.api.limits import ConnectionSettings
-from trioserve.api.ollama.models import model_card, read_api_version, running_card
-from trioserve.api.ollama.response_types import OllamaModel, OllamaModels, OllamaRunning
-from trioserve.api.openai.models import MODEL_PATH
+from trioserve.api.ollama.models import read_api_version
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.health import Alive, NotReady, Ready, Version, read_tasks
 from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
@@ -29,7 +27,7 @@ from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.route_table import Forwarding, Handler, Operation, RouteTable
 from trioserve.api.routes import OPERATIONS as ENGINE_OPERATIONS
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
+from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
@@ -39,6 +37,16 @@ from trioserve.proxy.adapters import load_adapter, unload_adapter
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.forwarding import forward
 from trioserve.proxy.kept_objects import KeptObjects
+from trioserve.proxy.model_routes import (
+    ModelChanged,
+    NamedModel,
+    list_models,
+    list_running,
+    list_tags,
+    load_model,
+    read_model,
+    unload_model,
+)
 from trioserve.proxy.peers.kept_stream import ClientLeftNotices
 from trioserve.proxy.peers.peer_watch import PEER_PATH
 from trioserve.proxy.peers.processes import Answer, OneProcess
@@ -58,9 +66,10 @@ from trioserve.proxy.unqueued_requests import (
 from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
+    from trioserve.admission.model_runs import ModelRuns
     from trioserve.http.exchange import Exchange
     from trioserve.metrics.registry import Metrics
-    from trioserve.proxy.fleet import Fleet
+    from trioserve.proxy.fleet import EndpointSpec, Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
 
 __all__ = ["OPERATIONS", "RouterApp"]
@@ -75,54 +84,6 @@ COUNTED_TOGETHER = ("leases", "in_flight", "moved_from", "moved_to")
 MOVE_SECONDS = 30.0
 """Default time to move requests away from an endpoint. Requests wait there until another endpoint is free."""
 MOVE_SECONDS_MAX = 86_400
-
-
-async def list_models(context: RouterContext) -> None:
-    await context.respond_json(Listing(data=[_card(name) for name in context.services.fleet.models()]))
-
-
-async def read_model(context: RouterContext) -> None:
-    """GET /v1/models/MODEL.
-
-    Args:
-        context: Request of the router's API.
-
-    Raises:
-        UnknownModel: No endpoint serves the model.
-    """
-    name = context.exchange.path.removeprefix(MODEL_PATH)
-    if name not in context.services.fleet.models():
-        raise UnknownModel(
-            f'the model "{name}" is not served here; served are: {", ".join(context.services.fleet.models())}'
-        )
-    await context.respond_json(_card(name))
-
-
-async def list_tags(context: RouterContext) -> None:
-    await context.respond_json(OllamaModels(models=_ollama_cards(context)))
-
-
-async def list_running(context: RouterContext) -> None:
-    await context.respond_json(OllamaRunning(models=[running_card(card) for card in _ollama_cards(context)]))
-
-
-def _ollama_cards(context: RouterContext) -> list[OllamaModel]:
-    return [model_card(name, made_at=STARTED_AT, identity=name) for name in context.services.fleet.models()]
-
-
-class RoutedModel(Response, tag_field="object", tag="model"):
-    """A model of the router's endpoints."""
-
-    id: str
-    created: int
-    owned_by: str
-
-
-def _card(name: str) -> RoutedModel:
-    return RoutedModel(id=name, created=STARTED_AT, owned_by="trioserve")
-
-
-STARTED_AT = int(time.time())
 
 
 async def read_health(context: RouterContext) -> None:
@@ -309,7 +270,7 @@ async def list_requests(context: RouterContext) -> None:
         {
             "id": admission.id,
             "object": "request",
-            "state": admission.state,
+            "state": _state(context, admission),
             "endpoint": None if admission.is_queued else admission.endpoint,
             "prefill_endpoint": admission.prefilled_by,
             "priority": admission.priority,
@@ -320,6 +281,13 @@ async def list_requests(context: RouterContext) -> None:
     for answer in await context.services.processes.ask(context):
         live += _listed(answer)
     await context.respond_json(Listing(data=live))
+
+
+def _state(context: RouterContext, admission: AdmissionScope) -> str:
+    models = context.services.models
+    if models is None or not admission.is_queued or admission.model not in models:
+        return admission.state
+    return admission.state if models.status(admission.model).state == "loaded" else "loading"
 
 
 async def control_request(context: RouterContext) -> None:
@@ -437,6 +405,22 @@ OPERATIONS: tuple[Operation[RouterContext], ...] = (
         admin_action="adding and draining endpoints",
         id_has_slashes=True,
     ),
+    *(
+        Operation(
+            method="POST",
+            path=path,
+            handler=handler,
+            summary=summary,
+            response=ModelChanged,
+            body=NamedModel,
+            is_operators=True,
+            admin_action="loading and unloading models",
+        )
+        for path, handler, summary in (
+            ("/models/load", load_model, "Load a model"),
+            ("/models/unload", unload_model, "Unload a model after its last request"),
+        )
+    ),
     Operation(
         method="GET",
         path=PEER_PATH,
@@ -481,6 +465,7 @@ class RouterApp(BaseApp[RouterContext]):
         peers: Other routers in front of the same endpoints. None: there are none.
         processes: Other processes of this router. None: there are none.
         notices: Notifies endpoints when a client has left. None: endpoints notice by themselves.
+        models: Loads models on demand. None: all models belong to endpoints that run anyway.
         connections: Limits of websocket connections of the Responses API. None: the default limits.
         page: Settings of the live page.
         tracer: Receives trace spans, see BaseApp.
@@ -506,6 +491,7 @@ class RouterApp(BaseApp[RouterContext]):
         peers: NoPeers | None = None,
         processes: OneProcess | None = None,
         notices: ClientLeftNotices | None = None,
+        models: ModelRuns[EndpointSpec] | None = None,
         connections: ConnectionSettings | None = None,
         page: PageSettings | None = None,
         tracer: Tracer = NO_TRACER,
@@ -544,6 +530,7 @@ class RouterApp(BaseApp[RouterContext]):
             page=self.page,
             processes=processes,
             notices=notices,
+            models=models,
             forms=FairSlots(FORMS_MAX, what="forms"),
         )
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(streams.kept_bytes))

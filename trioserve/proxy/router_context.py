@@ -26,10 +26,11 @@ from trioserve.proxy.streams.continuation import LiveStreams
 from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
+    from trioserve.admission.model_runs import ModelRuns
     from trioserve.api.page.page import Page
     from trioserve.http.exchange import Exchange, HeaderFields
     from trioserve.metrics.registry import Metrics
-    from trioserve.proxy.fleet import Fleet
+    from trioserve.proxy.fleet import EndpointSpec, Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
 
 __all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RouterServices", "RoutingRules"]
@@ -91,6 +92,7 @@ class RouterServices:
         page: Live page. None: the router has none.
         processes: Other processes of this router.
         notices: Notifies endpoints when a client has left.
+        models: Loads models on demand. None: all models belong to endpoints that run anyway.
         forms: Limits how many large forms are parsed at a time.
     """
 
@@ -108,6 +110,7 @@ class RouterServices:
     page: Page | None
     processes: OneProcess
     notices: ClientLeftNotices
+    models: ModelRuns[EndpointSpec] | None
     forms: FairSlots
 
 

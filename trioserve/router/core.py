@@ -391,7 +391,8 @@ class RouterCore:
 
     def _resume_or_end(self, ticket: Ticket, next_lease: Lease | None, now: float) -> bool:
         """Let a stream resume with its next lease, or wait again, or end. Return False if the stream ended."""
-        is_served = self._fleet.of_model(ticket.request.model).serving_count > 0
+        model = ticket.request.model
+        is_served = self._fleet.of_model(model).serving_count > 0 or self._fleet.is_awaited(model)
         ticket.refusal = self._continuations.refusal(ticket, is_served=is_served)
         if next_lease is not None and ticket.refusal is None and not ticket.is_on_trial:
             self._leases.use_next(ticket, next_lease)
@@ -731,8 +732,16 @@ class RouterCore:
     # --- methods for the set of endpoints ---
 
     def model_names(self) -> KeysView[str]:
-        """Return the model names of all endpoints, including draining ones."""
+        """Return the model names of all endpoints, including draining ones, and of models that are loaded on demand."""
         return self._fleet.model_names()
+
+    def host(self, models: Iterable[str]) -> None:
+        """Add models that the server loads on demand. Their requests wait while no endpoint serves them.
+
+        Args:
+            models: model names.
+        """
+        self._fleet.host(models)
 
     @property
     def is_any_nameless(self) -> bool:
@@ -757,7 +766,8 @@ class RouterCore:
         if not 1 <= request.sequences <= self.settings.sequences_max:
             raise refusals.too_many_sequences(request, self.settings.sequences_max)
         if request.pinned is None:
-            is_any_usable = self._fleet.of_model(request.model).unejected_count > 0
+            usable_count = self._fleet.of_model(request.model).unejected_count
+            is_any_usable = usable_count > 0 or self._fleet.is_awaited(request.model)
         else:
             pinned = self._fleet.serves(request.pinned, request.model)
             is_any_usable = pinned is not None and pinned.health is not EndpointHealth.EJECTED

@@ -61,6 +61,7 @@ class Endpoints:
         self._filings: dict[EndpointId, Filing] = {}
         # Counts how many endpoints serve each model. Draining endpoints count too.
         self._names: Counter[str] = Counter()
+        self._hosted: frozenset[str] = frozenset()  # Models that the server loads on demand.
         self._nameless_count = 0
         self._openings = Moments()
         self._ejections = Moments()
@@ -113,8 +114,27 @@ class Endpoints:
         state.set_models(models)
 
     def model_names(self) -> KeysView[str]:
-        """Return the model names of all endpoints, including draining ones."""
+        """Return the model names of all endpoints, including draining ones, and of models that are loaded on demand."""
         return self._names.keys()
+
+    def host(self, models: Iterable[str]) -> None:
+        """Add models that the server loads on demand. Their names stay known while no endpoint serves them.
+
+        Args:
+            models: model names.
+        """
+        hosted = frozenset(models) - self._hosted
+        self._hosted |= hosted
+        if hosted:
+            self._count_names(hosted, 1)
+
+    def is_awaited(self, model: str) -> bool:
+        """Return whether no endpoint serves a model, but the server loads the model on demand.
+
+        Args:
+            model: model name.
+        """
+        return model in self._hosted and not self.of_model(model).serving_count
 
     @property
     def is_any_nameless(self) -> bool:
@@ -159,6 +179,8 @@ class Endpoints:
             has_not_refused: count only endpoints that are ejected, or that passed a check since they failed the
                 request.
         """
+        if self.is_awaited(ticket.request.model):
+            return True
         model = self.of_model(ticket.request.model)
         count = model.unejected_count if unejected else model.serving_count
         for id in ticket.tried:

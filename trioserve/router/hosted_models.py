@@ -20,12 +20,14 @@ from typing import Final
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest, Overloaded, StartupError
+from trioserve.contracts.errors import InvalidRequest, NoEndpoint, StartupError
+from trioserve.router.settings import HostedModelsSettings
 
-__all__ = ["HostedModel", "HostedModels", "HostedModelsSettings", "ModelLease", "ModelOrder", "ModelSpec", "ModelState"]
+__all__ = ["HostedModel", "HostedModels", "ModelLease", "ModelOrder", "ModelSpec", "ModelState"]
 
 RETRY_SECONDS: Final = 5.0  # The first failed load is repeated after this time, each further one after twice the time.
 RETRY_SECONDS_MAX: Final = 300.0
+STEADY_SECONDS: Final = 60.0  # A model that crashes after it was loaded for this time is loaded again at once.
 # An idle model that takes a second longer to load counts as used this many seconds later.
 SECONDS_PER_LOAD_SECOND: Final = 10.0
 
@@ -70,21 +72,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_pinned: bool = False
 
 
-class HostedModelsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a server with several models.
-
-    Attributes:
-        memory_bytes: memory for all models together.
-        turn_seconds: a busy model keeps its memory for at least this time, and a model waits for at least this time
-            before a busy one must give way.
-        loads_max: number of models that load at the same time.
-    """
-
-    memory_bytes: int
-    turn_seconds: float = 10.0
-    loads_max: int = 1
-
-
 class ModelOrder(msgspec.Struct, frozen=True):
     """An order to the caller.
 
@@ -124,7 +111,9 @@ class HostedModel:
         leases: open leases.
         changed_at: time of the last change of `state`.
         used_at: time at which the last lease ended, or at which the model was loaded.
+        keep_alive_seconds: an idle model is unloaded after this time. At first, it is the value of the description.
         load_seconds: time of the last load, or its estimate.
+        loaded_at: time at which the last load ended.
         failure: reason of the last failed load. None after a load that succeeded.
         failure_count: failed loads in a row.
         retry_at: time before which a failed load is not repeated.
@@ -135,8 +124,10 @@ class HostedModel:
         "failure",
         "failure_count",
         "is_requested",
+        "keep_alive_seconds",
         "leases",
         "load_seconds",
+        "loaded_at",
         "must_unload",
         "retry_at",
         "spec",
@@ -156,6 +147,8 @@ class HostedModel:
         self.leases: set[ModelLease] = set()
         self.changed_at = 0.0
         self.used_at = 0.0
+        self.loaded_at = 0.0
+        self.keep_alive_seconds = spec.keep_alive_seconds
         self.load_seconds = spec.load_seconds
         self.failure: str | None = None
         self.failure_count = 0
@@ -169,7 +162,7 @@ class HostedModel:
     @property
     def idle_until(self) -> float:
         """Time at which the model is unloaded if it stays idle."""
-        return math.inf if self.spec.is_pinned else self.used_at + self.spec.keep_alive_seconds
+        return math.inf if self.spec.is_pinned else self.used_at + self.keep_alive_seconds
 
     def note_waits(self, now: float) -> None:
         """Update `waiting_since` after a wait has begun or ended.
@@ -233,19 +226,47 @@ class HostedModels:
 
     # --- requests ---
 
-    def wait(self, name: str, now: float) -> None:
-        """Note that a request begins to wait for a model.
+    def check(self, name: str, now: float) -> None:
+        """Check that a model may be loaded.
 
         Args:
             name: the model.
             now: time in seconds.
 
         Raises:
-            Overloaded: the model's last load failed a short time ago.
+            NoEndpoint: the model's last load failed a short time ago.
             InvalidRequest: the model does not fit into the memory.
         """
         model = self._models[name]
-        self._check(model, now)
+        if now < model.retry_at:
+            raise NoEndpoint(
+                f"the model {model.spec.name} could not be loaded: {model.failure}",
+                reason="model_load_failed",
+                retry_after_seconds=model.retry_at - now,
+            )
+        others_bytes = sum(other.spec.bytes for other in self if other.spec.is_pinned and other is not model)
+        if model.spec.bytes + others_bytes > self._settings.memory_bytes:
+            raise InvalidRequest(
+                f"the model {model.spec.name} needs {model.spec.bytes} bytes of memory, but models may have "
+                f"{self._settings.memory_bytes - others_bytes}: use a smaller model, or raise the limit",
+                param="model",
+            )
+
+    def wait(self, name: str, now: float, *, is_new: bool = True) -> None:
+        """Note that a request begins to wait for a model.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+            is_new: False if the request had a lease, so that it is not refused. It waits for the next load.
+
+        Raises:
+            NoEndpoint: the model's last load failed a short time ago.
+            InvalidRequest: the model does not fit into the memory.
+        """
+        model = self._models[name]
+        if is_new:
+            self.check(name, now)
         model.waiting_count += 1
         model.note_waits(now)
 
@@ -306,7 +327,7 @@ class HostedModels:
             return
         model.load_seconds = now - model.changed_at
         model.change(LOADED, now)
-        model.used_at = now
+        model.used_at = model.loaded_at = now
         model.failure, model.failure_count = None, 0
         model.is_requested = False
         model.note_waits(now)
@@ -314,7 +335,8 @@ class HostedModels:
     def on_failed(self, name: str, now: float, reason: str) -> None:
         """Note that a load failed, or that a loaded model crashed. Its memory is free, and its leases are returned.
 
-        The requests that wait for the model must be refused. Nothing else happens if the model was being unloaded.
+        After a failed load, the requests that wait for the model must be refused. After a crash, they wait for the next
+        load. Nothing else happens if the model was being unloaded.
 
         Args:
             name: the model.
@@ -323,12 +345,15 @@ class HostedModels:
         """
         model = self._models[name]
         model.leases.clear()
-        was_unloading = model.state is UNLOADING
+        before = model.state
         model.change(UNLOADED, now)
-        if was_unloading:
+        if before is UNLOADING:
             return
         model.failure = reason
-        model.retry_at = now + min(RETRY_SECONDS * 2.0**model.failure_count, RETRY_SECONDS_MAX)
+        if before is not LOADING and now >= model.loaded_at + STEADY_SECONDS:
+            model.retry_at = now
+        else:
+            model.retry_at = now + min(RETRY_SECONDS * 2.0**model.failure_count, RETRY_SECONDS_MAX)
         model.failure_count += 1
         model.is_requested = model.spec.is_pinned
         model.note_waits(now)
@@ -354,7 +379,7 @@ class HostedModels:
         """
         model = self._models[name]
         model.retry_at = -math.inf
-        self._check(model, now)
+        self.check(name, now)
         if model.state in (UNLOADED, UNLOADING):
             model.is_requested = True
             model.note_waits(now)
@@ -430,21 +455,6 @@ class HostedModels:
         return min((time for time in times if time > now), default=math.inf)
 
     # --- private methods ---
-
-    def _check(self, model: HostedModel, now: float) -> None:
-        if now < model.retry_at:
-            raise Overloaded(
-                f"the model {model.spec.name} could not be loaded: {model.failure}",
-                reason="model_load_failed",
-                retry_after_seconds=model.retry_at - now,
-            )
-        others_bytes = sum(other.spec.bytes for other in self if other.spec.is_pinned and other is not model)
-        if model.spec.bytes + others_bytes > self._settings.memory_bytes:
-            raise InvalidRequest(
-                f"the model {model.spec.name} needs {model.spec.bytes} bytes of memory, but models may have "
-                f"{self._settings.memory_bytes - others_bytes}: use a smaller model, or raise the limit",
-                param="model",
-            )
 
     def _wanted(self, now: float) -> list[HostedModel]:
         """Return the models that must be loaded, the one that waits for the longest time first."""

@@ -9,7 +9,22 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["RouterSettings", "SilenceSettings"]
+__all__ = ["HostedModelsSettings", "RouterSettings", "SilenceSettings"]
+
+
+class HostedModelsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a server with several models.
+
+    Attributes:
+        memory_bytes: memory for all models together.
+        turn_seconds: a busy model keeps its memory for at least this time, and a model waits for at least this time
+            before a busy one must give way.
+        loads_max: number of models that load at the same time.
+    """
+
+    memory_bytes: int
+    turn_seconds: float = 10.0
+    loads_max: int = 1
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.admission.dispatch import Dispatch
+from trioserve.admission.model_runs import ModelRuns
 from trioserve.admission.router_metrics import show_router
 from trioserve.api.caller import AccessRules
 from trioserve.api.limits import ConnectionSettings
@@ -23,6 +24,7 @@ from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
+from trioserve.proxy.model_host import ModelHost
 from trioserve.proxy.peers.kept_stream import ClientLeftNotices
 from trioserve.proxy.peers.peer_watch import Peer, PeerWatch
 from trioserve.proxy.peers.retries import PeerStreams
@@ -122,6 +124,7 @@ async def open_memory_router(
     logs_requests: bool = False,
     limits: FrontendLimits | None = None,
     silence: SilenceSettings | None = None,
+    hosted: ModelRuns[EndpointSpec] | None = None,
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
     """Open a router in memory. The context begins after the router has polled the state of each endpoint.
@@ -145,6 +148,8 @@ async def open_memory_router(
         tracer: receives the spans of requests.
         limits: limits of the front end.
         silence: limits for the time without bytes from an endpoint. With None, the router requests no heartbeats.
+        hosted: models that are loaded on demand. The URL of a loaded model is http:// and its endpoint id, and the test
+            adds the id to `endpoints`. None: the router loads no models.
         **settings: fields of RouterSettings.
     """
     dispatch = Dispatch(
@@ -156,7 +161,7 @@ async def open_memory_router(
             spec.endpoint_id,
             EndpointAddress(scheme="http", host=spec.endpoint_id, port=80),
             headers=() if spec.api_key is None else (("authorization", f"Bearer {spec.api_key}"),),
-            open_stream=streams[spec.url],
+            open_stream=streams.get(spec.url) or endpoints[spec.endpoint_id],
             silence=silence or SilenceSettings(beat_seconds=0),
         )
 
@@ -189,9 +194,13 @@ async def open_memory_router(
         await nursery.start(notices.run)
         if peer_watch is not None and peers is not None:
             nursery.start_soon(peer_watch.run)
+        if hosted is not None:
+            ModelHost(fleet, hosted).show(metrics)
+            await nursery.start(hosted.run)
         app = RouterApp(
             fleet,
             metrics,
+            models=hosted,
             rules=rules,
             api_keys=api_keys,
             admin_api_key=admin_api_key,

@@ -81,7 +81,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: Name of the model, with or without ":latest". Default: the first model that is served.
-        keep_alive: Accepted and ignored: the model stays loaded.
+        keep_alive: Read by a router that loads models on demand. Otherwise ignored: the model stays loaded.
     """
 
     model: str | None = None

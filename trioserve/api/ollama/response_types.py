@@ -16,13 +16,13 @@ class OllamaLine(Response):
     """One line of a stream, or a whole response.
 
     Counts and durations (in nanoseconds) are in the last line only, where `done` is true. `load_duration` is always 0.
-    The done_reason "load" means that the request had no prompt.
+    The done_reasons "load" and "unload" mean that the request had no prompt.
     """
 
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET

@@ -23,12 +23,12 @@ from random import Random
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.router.hosted_models import (
     HostedModels,
-    HostedModelsSettings,
     ModelLease,
     ModelOrder,
     ModelSpec,
     ModelState,
 )
+from trioserve.router.settings import HostedModelsSettings
 from trioserve.simulation.models.history import (
     Advance,
     Arrive,
@@ -49,6 +49,7 @@ __all__ = ["ModelsGenerator", "ModelsSimulation"]
 UNLOADED, LOADING, LOADED = ModelState.UNLOADED, ModelState.LOADING, ModelState.LOADED
 DRAINING, UNLOADING = ModelState.DRAINING, ModelState.UNLOADING
 RETRY_SECONDS_MIN = 5.0  # A failed load is not repeated before this time.
+STEADY_SECONDS = 60.0  # A model that crashes after this time is loaded again at once.
 ROUNDS_MAX = 1_000  # No history needs this many rounds to its end.
 
 
@@ -73,6 +74,7 @@ class ModelRecord:
         self.running: set[str] = set()
         self.since = 0.0
         self.used_at = 0.0
+        self.loaded_at = 0.0
         self.is_asked = is_pinned
         self.wanted_since: float | None = -math.inf if is_pinned else None
         self.must_unload = False
@@ -232,9 +234,13 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         self.book = ModelsBook(world)
         self.requests: dict[str, int] = {}
         self._leases: dict[str, ModelLease] = {}
+        self._lost: list[tuple[int, str]] = []  # Requests that ran at a crashed model, and have not noted the crash.
         self._settle()
 
     def apply(self, event: ModelsEvent) -> None:
+        if self._lost:
+            self._wait_again()
+            self._settle()
         if isinstance(event, Advance):
             self._advance(self.book.now + event.seconds)
             return
@@ -247,6 +253,8 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         self._settle()
 
     def run_to_end(self) -> None:
+        self._wait_again()
+        self._settle()
         for _ in range(ROUNDS_MAX):
             for number, model in enumerate(self.book.models):
                 if model.state is LOADING:
@@ -330,7 +338,8 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
             if model.state is LOADING:
                 self._count("loads")
                 self.book.change(model, LOADED)
-                model.used_at, model.is_asked = now, False
+                model.used_at = model.loaded_at = now
+                model.is_asked = False
                 model.note_wait(now)
                 self._models.on_loaded(name, now)
             elif model.state is UNLOADING:
@@ -339,7 +348,9 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
             if model.state is LOADING:
                 self._count("loads failed")
                 self._models.on_failed(name, now, "its load failed")
-                self._fail(event.model, model)
+                self._note_failure(event.model, model, seconds_min=RETRY_SECONDS_MIN)
+                for request in sorted(model.waiting):
+                    self._leave(request)
         elif isinstance(event, Unloaded):
             if model.state is UNLOADING:
                 self._count("unloads")
@@ -348,13 +359,15 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         elif isinstance(event, Crash):
             if model.state in (LOADED, DRAINING, UNLOADING):
                 self._count("crashes")
+                is_steady = model.state is not UNLOADING and now >= model.loaded_at + STEADY_SECONDS
                 was_unloading = model.state is UNLOADING
-                model.running.clear()
                 self._models.on_failed(name, now, "it crashed")
                 if was_unloading:
                     self.book.change(model, UNLOADED)
                 else:
-                    self._fail(event.model, model)
+                    self._note_failure(event.model, model, seconds_min=0.0 if is_steady else RETRY_SECONDS_MIN)
+                    self._lost += [(event.model, request) for request in sorted(model.running)]
+                    model.running.clear()
         elif isinstance(event, LoadNow):
             self._load_now(event.model, model)
         elif not model.is_pinned:
@@ -364,15 +377,24 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
             model.must_unload = model.state in (LOADED, DRAINING)
             self._follow(self._models.request_unload(name, now))
 
-    def _fail(self, number: int, model: ModelRecord) -> None:
+    def _note_failure(self, number: int, model: ModelRecord, *, seconds_min: float) -> None:
         self.book.change(model, UNLOADED)
         model.blocked_until = self._models[str(number)].retry_at
-        assert model.blocked_until >= self.book.now + RETRY_SECONDS_MIN, f"{number} is loaded again at once"
+        assert model.blocked_until >= self.book.now + seconds_min, f"{number} is loaded again too soon"
+        assert seconds_min or model.blocked_until <= self.book.now, f"{number} ran for long, and is not loaded again"
         model.is_asked = model.is_pinned
         model.note_wait(self.book.now)
-        for name in sorted(model.waiting):
-            self._leave(name)
         self._count("failures")
+
+    def _wait_again(self) -> None:
+        """Let the requests that ran at a crashed model wait for its next load. They note the crash one event later."""
+        lost, self._lost = self._lost, []
+        for number, name in lost:
+            model, now = self.book.models[number], self.book.now
+            self._models.release(self._leases.pop(name), now)
+            self._models.wait(str(number), now, is_new=False)
+            model.waiting.add(name)
+            model.note_wait(now)
 
     def _load_now(self, number: int, model: ModelRecord) -> None:
         others = sum(other.size for other in self.book.models if other.is_pinned and other is not model)
@@ -407,6 +429,9 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
             if not decided:
                 break
         self.book.check_settled()
+        for number, model in enumerate(self.book.models):
+            lease_count = len(self._models[str(number)].leases)
+            assert lease_count == len(model.running), f"{number} has {lease_count} leases, not {len(model.running)}"
         return orders
 
     def _follow(self, orders: list[ModelOrder]) -> None:

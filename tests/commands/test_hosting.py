@@ -1,0 +1,89 @@
+"""Tests of the options of models that are loaded on demand, and of the command lines of their processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from trioserve.commands.hosting import ModelProcesses, hosted_models
+from trioserve.config import Config, add_arguments, config_from, make_config
+from trioserve.contracts.errors import StartupError
+from trioserve.options.hosting import HostedModelOptions
+
+
+def config(*flags: str, environment: dict[str, str] | None = None) -> Config:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return config_from(parser.parse_args(flags), environment or {}, kind=Config)
+
+
+def test_repeated_model_flag_with_names_hosts_models():
+    made = config("--model", "a=/x/a.gguf", "--model", 'b=/x/b,max_model_len=2k,aliases=["bb","b2"],pinned=true')
+    assert made.model == make_config().model
+    a, b = made.hosted_models()
+    assert a == HostedModelOptions(name="a", path="/x/a.gguf")
+    assert (b.name, b.aliases, b.pinned, b.engine) == ("b", ("bb", "b2"), True, {"max_model_len": "2k"})
+    assert config("--model", "./dir=1/model").model == "./dir=1/model"
+
+
+def test_tables_of_a_config_file_host_models(tmp_path: Path):
+    file = tmp_path / "c.toml"
+    file.write_text('[models.a]\npath = "/x"\nkeep_alive = 30\n[models."b/c"]\npath = "/y"\nthreads = 2\n')
+    a, b = config("--config", str(file)).hosted_models()
+    assert (a.name, a.path, a.keep_alive) == ("a", "/x", 30)
+    assert (b.name, b.path, b.engine) == ("b/c", "/y", {"threads": 2})
+    file.write_text("[models.a]\nkeep_alive = 30\n")
+    with pytest.raises(StartupError, match=r"\[models.a\] has no path"):
+        config("--config", str(file))
+
+
+def test_models_of_a_directory_have_the_names_of_their_files(tmp_path: Path):
+    (tmp_path / "one.gguf").touch()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "config.json").touch()
+    (tmp_path / "notes.txt").touch()
+    made = make_config(models_dir=str(tmp_path), host_model=("two=/elsewhere",))
+    assert {model.name: model.path for model in made.hosted_models()} == {
+        "one": str(tmp_path / "one.gguf"),
+        "two": "/elsewhere",
+    }
+    with pytest.raises(StartupError, match="has no models: put"):
+        make_config(models_dir=str(tmp_path / "two")).hosted_models()
+
+
+@pytest.mark.parametrize(
+    ("texts", "sentence"),
+    [
+        (("a",), 'a hosted model is "a", it must be NAME=PATH'),
+        (("a=/x", "b=/y,aliases=a"), 'two hosted models with the name "a"'),
+        (("a=/x,keep_alive=soon",), 'the hosted model "a" has a wrong option'),
+        (("a=/x,port=1",), 'the hosted model "a" has the option port, which is no engine option'),
+        (("a=/x,threads=none",), "threads of the hosted model \"a\" is 'none', allowed is a whole number"),
+    ],
+)
+def test_wrong_hosted_model_is_refused_before_anything_starts(texts, sentence):
+    with pytest.raises(StartupError, match=sentence):
+        hosted_models(make_config(host_model=texts))
+
+
+def test_process_of_a_model_gets_the_common_options_and_its_own(tmp_path: Path):
+    made = make_config(
+        host_model=('a=/x,threads=1,max_model_len=2048,override_generation_config={"top_k": 5},enforce_eager=true',),
+        threads=2,
+        quantization="int8",
+        port=1,
+        data_dir=str(tmp_path),
+        api_key=("secret",),
+    )
+    command = ModelProcesses(made, made.hosted_models()).command("a")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    read = config_from(parser.parse_args(command[1:]), {}, kind=Config)
+    assert (read.model, read.served_model_name, read.host, read.port) == ("/x", ("a",), "127.0.0.1", 0)
+    assert (read.threads, read.quantization, read.max_model_len, read.enforce_eager) == (1, "int8", 2048, True)
+    assert (read.data_dir, read.kv_cache_memory, read.api_key) == (str(tmp_path / "models" / "a"), 1.0, ())
+    assert json.loads(str(read.override_generation_config)) == {"top_k": 5}
+    assert "secret" not in command

@@ -1,0 +1,300 @@
+"""Tests of models that are loaded on demand, by clients of a router in memory. Each model is a server in memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.admission.model_runs import ModelRuns
+from trioserve.proxy.fleet import EndpointSpec
+from trioserve.router.hosted_models import ModelSpec
+from trioserve.router.settings import HostedModelsSettings
+from trioserve.testing.memory_router import MemoryRouter, open_memory_router
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+PATH = "/v1/completions"
+
+
+def body(model: str, **fields: object) -> dict[str, object]:
+    return {"model": model, "prompt": "hello", "max_tokens": 5, "seed": 1, **fields}
+
+
+class Models:
+    """Models that are loaded in memory.
+
+    Attributes:
+        host: Runs of the models.
+        router: Router with the host.
+        servers: Server of each loaded model.
+        loading: Event by model that ends its load.
+        crashes: Event by model that ends its process.
+        loads: Names of the models in the order of their loads.
+        failures: Reasons of loads that fail, by model.
+    """
+
+    def __init__(self) -> None:
+        self.host: ModelRuns[EndpointSpec]
+        self.router: MemoryRouter
+        self.servers: dict[str, MemoryServer] = {}
+        self.loading: dict[str, trio.Event] = {}
+        self.crashes: dict[str, trio.Event] = {}
+        self.loads: list[str] = []
+        self.failures: dict[str, str] = {}
+        self.streams: dict[str, object] = {}
+
+    async def run_model(self, name, *, on_loaded, stopping):
+        self.loads.append(name)
+        crash = self.crashes[name] = trio.Event()
+        async with open_memory_server() as server, trio.open_nursery() as nursery:
+
+            async def end(event: trio.Event) -> None:
+                await event.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(end, stopping)
+            nursery.start_soon(end, crash)
+            if name in self.loading:
+                await self.loading[name].wait()
+            if name in self.failures:
+                nursery.cancel_scope.cancel()
+                return self.failures[name]
+            self.servers[name] = server
+            id = f"{name}-{len(self.loads)}"
+
+            async def connect():
+                if name not in self.servers:
+                    raise ConnectionRefusedError(111, "Connection refused")
+                return server.connect()
+
+            self.streams[id] = connect
+            on_loaded(EndpointSpec(url=f"http://{id}", id=id, models={name: "fake"}))
+            try:
+                await trio.sleep_forever()
+            finally:
+                del self.servers[name]
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
+                    await server.hang_up()
+        return "the process ended with code 1" if crash.is_set() else "the process ended"
+
+    def state(self, name: str) -> str:
+        return self.host.status(name).state
+
+
+@asynccontextmanager
+async def open_models(*specs: ModelSpec, memory: int = 100, turn_seconds: float = 10.0) -> AsyncIterator[Models]:
+    models = Models()
+
+    settings = HostedModelsSettings(memory_bytes=memory, turn_seconds=turn_seconds)
+    models.host = ModelRuns(settings, specs, models.run_model)
+    async with open_memory_router(models.streams, hosted=models.host) as models.router:
+        yield models
+
+
+def spec(name: str, **fields) -> ModelSpec:
+    return ModelSpec(name=name, **{"bytes": 40, **fields})
+
+
+async def test_first_request_loads_its_model_once_for_all_that_wait(autojump_clock):
+    async with open_models(spec("a"), spec("b")) as models:
+        models.loading["a"] = trio.Event()
+        client = models.router.client()
+        async with (
+            client.ask(PATH, body("a")) as first,
+            models.router.client().ask(PATH, body("a")) as second,
+        ):
+            await wait_all_tasks_blocked()
+            assert (models.state("a"), models.host.status("a").waiting, models.state("b")) == ("loading", 2, "unloaded")
+            models.loading["a"].set()
+            assert await first.head() == await second.head() == 200
+            await first.read()
+            await second.read()
+        assert models.loads == ["a"]
+        await wait_all_tasks_blocked()
+        assert (models.host.status("a").leases, models.host.status("a").waiting) == (0, 0)
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 200
+        assert models.loads == ["a"]
+        await models.router.assert_all_free()
+
+
+async def test_load_is_cancelled_when_the_last_waiting_client_leaves(autojump_clock):
+    async with open_models(spec("a")) as models:
+        models.loading["a"] = trio.Event()
+        async with models.router.client().ask(PATH, body("a")), models.router.client().ask(PATH, body("a")):
+            await wait_all_tasks_blocked()
+            assert models.state("a") == "loading"
+        with trio.fail_after(5):
+            assert (await models.host.wait_until_settled("a")).state == "unloaded"
+        assert models.host.held_bytes == 0
+        await models.router.assert_all_free()
+
+
+async def test_failed_load_refuses_all_that_wait_and_is_repeated_after_a_time(autojump_clock):
+    async with open_models(spec("a")) as models:
+        models.loading["a"] = trio.Event()
+        models.failures["a"] = "its weights are damaged"
+        async with (
+            models.router.client().ask(PATH, body("a")) as one,
+            models.router.client().ask(PATH, body("a")) as two,
+        ):
+            await wait_all_tasks_blocked()
+            models.loading["a"].set()
+            for response in (one, two):
+                assert await response.head() == 503
+                error = (await response.json())["error"]
+                assert (error["code"], "its weights are damaged" in error["message"]) == ("model_load_failed", True)
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 503
+        assert models.loads == ["a"]
+        del models.failures["a"]
+        await trio.sleep(5.1)
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 200
+        assert models.loads == ["a", "a"]
+
+
+async def test_idle_model_that_was_used_least_recently_gives_way(autojump_clock):
+    async with open_models(spec("a"), spec("b"), spec("c")) as models:
+        for name in "abac":
+            assert await (await models.router.client().post(PATH, body(name))).head() == 200
+            await trio.sleep(1)
+        assert [models.state(name) for name in "abc"] == ["loaded", "unloaded", "loaded"]
+        assert (models.loads, models.host.status("b").reason) == (["a", "b", "c"], "c needs its memory")
+        page = (await (await models.router.client().get("/metrics")).read()).decode()
+        for name, outcome, count in (
+            ("a", "unloaded", 0),
+            ("b", "unloaded", 1),
+            ("b", "loaded", 1),
+            ("b", "failed", 0),
+        ):
+            assert f'hosted_model_loads_total{{hosted_model="{name}",outcome="{outcome}"}} {count}.0' in page
+        assert "hosted_models_bytes 80.0" in page
+        assert "hosted_model_load_seconds_count 3" in page
+        assert set(models.servers) == {"a", "c"}
+        await models.router.assert_all_free()
+
+
+async def test_busy_model_gives_way_after_its_turn_and_loses_no_request(autojump_clock):
+    async with open_models(spec("a"), spec("b"), memory=50) as models:
+        async with models.router.client().ask(PATH, body("a", stream=True, max_tokens=500)) as long:
+            await long.head()
+            engine = models.servers["a"].engine
+            engine.pause()
+            async with models.router.client().ask(PATH, body("b")) as other:
+                await trio.sleep(20)
+                assert models.state("a") == "draining"
+                async with models.router.client().ask(PATH, body("a")) as late:
+                    await wait_all_tasks_blocked()
+                    assert models.host.status("a").waiting == 1
+                    engine.resume()
+                    await long.read()
+                    assert await other.head() == 200
+                    await other.read()
+                    assert await late.head() == 200
+                    await late.read()
+        assert models.loads == ["a", "b", "a"]
+        await models.router.assert_all_free()
+
+
+async def test_stream_of_a_crashed_model_resumes_after_it_is_loaded_again(autojump_clock):
+    async with open_models(spec("a")) as models:
+        async with models.router.client().ask(PATH, body("a", stream=True, max_tokens=30)) as stream:
+            await stream.head()
+            models.servers["a"].engine.pause()
+            await wait_all_tasks_blocked()
+            models.crashes["a"].set()
+            events = [event async for event in stream]
+        text = "".join(event["choices"][0]["text"] for event in events if event.get("choices"))
+        whole = await (await models.router.client().post(PATH, body("a", max_tokens=30))).json()
+        assert text == whole["choices"][0]["text"]
+        assert models.loads == ["a", "a"]
+
+
+async def test_request_whose_deadline_passes_while_its_model_loads_is_refused(autojump_clock):
+    async with open_models(spec("a")) as models:
+        models.loading["a"] = trio.Event()
+        response = await models.router.client().post(PATH, body("a", queue_timeout=3))
+        assert (await response.head(), (await response.json())["error"]["code"]) == (504, "queue_timeout")
+        assert (await models.host.wait_until_settled("a")).state == "unloaded"
+
+
+async def test_model_is_unloaded_after_keep_alive_from_the_end_of_its_last_request(autojump_clock):
+    async with open_models(spec("a", keep_alive_seconds=60)) as models:
+        await models.router.client().post(PATH, body("a"))
+        await trio.sleep(59)
+        assert models.state("a") == "loaded"
+        await models.router.client().post(PATH, body("a"))
+        await trio.sleep(59)
+        assert models.state("a") == "loaded"
+        await trio.sleep(2)
+        assert (models.state("a"), models.host.status("a").reason) == ("unloaded", "it was idle")
+
+
+async def test_operator_loads_lists_and_unloads_models(autojump_clock):
+    async with open_models(spec("a"), spec("b")) as models:
+        client = models.router.client()
+        loaded = await (await client.post("/models/load", {"model": "a"})).json()
+        assert (loaded["success"], loaded["status"]["value"]) == (True, "loaded")
+        listed = (await (await client.get("/v1/models")).json())["data"]
+        assert {each["id"]: each["status"]["value"] for each in listed} == {"a": "loaded", "b": "unloaded"}
+        running = (await (await client.get("/api/ps")).json())["models"]
+        assert [each["name"] for each in running] == ["a:latest"]
+        unloaded = await (await client.post("/models/unload", {"model": "a"})).json()
+        assert (unloaded["status"]["value"], models.host.held_bytes) == ("unloaded", 0)
+        refused = await client.post("/models/load", {"model": "c"})
+        assert (await refused.head(), "a, b" in (await refused.json())["error"]["message"]) == (400, True)
+
+
+async def test_ollama_client_unloads_by_an_empty_prompt_and_sets_keep_alive(autojump_clock):
+    async with open_models(spec("a", keep_alive_seconds=60)) as models:
+        prompt = {"model": "a", "prompt": "hello", "stream": False, "options": {"num_predict": 5}}
+
+        def post(body: object):
+            return models.router.client().post("/api/generate", body)
+
+        await post({**prompt, "keep_alive": "5s"})
+        await trio.sleep(4)
+        assert models.state("a") == "loaded"
+        await trio.sleep(2)
+        assert models.state("a") == "unloaded"
+        await post({**prompt, "keep_alive": -1})
+        await trio.sleep(100)
+        assert models.state("a") == "loaded"
+        answer = await (await post({"model": "a", "keep_alive": 0})).json()
+        assert (answer["done"], answer["done_reason"]) == (True, "unload")
+        assert (await models.host.wait_until_settled("a")).state == "unloaded"
+        refused = await post({**prompt, "keep_alive": "soon"})
+        assert (await refused.head(), "5m" in (await refused.json())["error"]) == (400, True)
+
+
+@pytest.mark.slow
+async def test_thousand_switches_lose_no_request_and_leave_nothing(autojump_clock):
+    """Ten models have memory for three. Half of the clients leave at a random time."""
+    names, rng = [f"m{number}" for number in range(10)], random.Random(7)
+    answered = left = 0
+    async with open_models(*(spec(name, bytes=10) for name in names), memory=30, turn_seconds=1) as models:
+
+        async def ask(name: str, leaves_after: float | None) -> None:
+            nonlocal answered, left
+            client = models.router.client()
+            with trio.move_on_after(leaves_after or 3600) as patience:
+                async with client.ask(PATH, body(name, stream=True, queue_timeout=3000)) as response:
+                    assert await response.head() == 200, await response.read()
+                    await response.read()
+                    answered += 1
+            left += patience.cancelled_caught
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(1_500):
+                nursery.start_soon(ask, rng.choice(names), rng.uniform(0, 3) if rng.random() < 0.5 else None)
+                await trio.sleep(rng.expovariate(2))
+        assert sum(models.host.unloads_total.values()) >= 1_000
+        assert answered + left == 1_500
+        assert answered >= 600
+        for name in names:
+            models.host.unload(name)
+            await models.host.wait_until_settled(name)
+        assert (models.host.held_bytes, models.servers) == (0, {})
+        await models.router.assert_all_free()

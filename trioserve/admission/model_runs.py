@@ -1,0 +1,375 @@
+"""Loads and unloads models on demand, in tasks of a Trio program.
+
+`HostedModels` decides which models are loaded. This module follows its orders: it runs each model in a task of its own,
+from the order to load it until its memory is free. A loaded model is an object of any kind, such as an engine, or the
+address of a process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import trio
+
+from trioserve.contracts.errors import NoEndpoint
+from trioserve.router.hosted_models import (
+    HostedModel,
+    HostedModels,
+    ModelLease,
+    ModelOrder,
+    ModelSpec,
+    ModelState,
+)
+from trioserve.router.settings import HostedModelsSettings
+from trioserve.trio_tools.interrupts import uninterrupted
+
+__all__ = ["ModelRuns", "ModelStatus", "RunModel"]
+
+logger = logging.getLogger(__name__)
+
+LoadedT = TypeVar("LoadedT")
+LoadedT_co = TypeVar("LoadedT_co", covariant=True)
+
+
+class RunModel(Protocol[LoadedT_co]):
+    """Type of functions that run a model."""
+
+    async def __call__(self, name: str, *, on_loaded: Callable[[LoadedT_co], None], stopping: trio.Event) -> str:
+        """Load a model, and keep it until it has to end. If this function is cancelled, the model ends at once.
+
+        Args:
+            name: the model.
+            on_loaded: called once with the loaded model.
+            stopping: the load or the model has to end when this event is set.
+
+        Returns:
+            How the model ended, for users.
+        """
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a hosted model, for users.
+
+    Attributes:
+        name: name of the model.
+        state: unloaded, loading, loaded, draining or unloading.
+        reason: why it has this state.
+        state_seconds: time since the last change of the state.
+        bytes: memory that the model may use while it is loaded.
+        waiting: requests that wait for the model.
+        leases: requests that use the model.
+        unloads_in_seconds: time until the model is unloaded if it stays idle. None: it is in use, not loaded, or never
+            unloaded for being idle.
+        is_pinned: True if the model is always loaded.
+        failure: reason of the last failed load. None if the last load succeeded.
+        loads: finished loads since the start of the server.
+        load_seconds: time of the last load, or its estimate.
+    """
+
+    name: str
+    state: str
+    reason: str
+    state_seconds: float
+    bytes: int
+    waiting: int
+    leases: int
+    unloads_in_seconds: float | None
+    is_pinned: bool
+    failure: str | None
+    loads: int
+    load_seconds: float
+
+
+class _Run(Generic[LoadedT]):
+    """The run of one model, from the order to load it until its memory is free."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stopping = trio.Event()
+        self.loaded: LoadedT | None = None
+
+
+@uninterrupted
+class ModelRuns(Generic[LoadedT]):
+    """Runs the models of one server or program. All methods run in the thread of its Trio program.
+
+    Args:
+        settings: limits.
+        specs: the models.
+        run_model: runs one model.
+
+    Attributes:
+        on_order: called with each order for a loaded model: LOADED (also after a load), DRAINING or UNLOADING.
+        on_ended: called with a loaded model that ended without an order.
+        on_refused: called after a failed load, with the error for all requests that wait for the model.
+        on_load_time: called with the seconds of each finished load.
+        loads_total: finished loads, by model.
+        failures_total: failed loads and crashes, by model.
+        unloads_total: unloads, by model.
+    """
+
+    def __init__(
+        self, settings: HostedModelsSettings, specs: Iterable[ModelSpec], run_model: RunModel[LoadedT]
+    ) -> None:
+        self.settings = settings
+        self.loads_total: Counter[str] = Counter()
+        self.failures_total: Counter[str] = Counter()
+        self.unloads_total: Counter[str] = Counter()
+        self.on_order: Callable[[ModelState, LoadedT], None] = lambda state, loaded: None
+        self.on_ended: Callable[[LoadedT], None] = lambda loaded: None
+        self.on_refused: Callable[[str, NoEndpoint], None] = lambda name, error: None
+        self.on_load_time: Callable[[float], object] = lambda seconds: None
+        self._run_model = run_model
+        self._models = HostedModels(settings, specs)
+        self.names = frozenset(model.spec.name for model in self._models)
+        self._reasons = dict.fromkeys(self.names, "no request has asked for it")
+        self._runs: dict[str, _Run[LoadedT]] = {}
+        self._changed = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Load and unload models until cancelled. Then all models end.
+
+        Args:
+            task_status: reports to the parent task that models are loaded from now on.
+        """
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            while True:
+                self._changed = trio.Event()
+                for order in self._models.decide(trio.current_time()):
+                    self._follow(order)
+                with trio.move_on_at(self._models.next_at(trio.current_time())):
+                    await self._changed.wait()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    # --- requests, see HostedModels ---
+
+    def check(self, name: str) -> None:
+        """Check that a model may be loaded.
+
+        Args:
+            name: the model.
+
+        Raises:
+            NoEndpoint: the model's last load failed a short time ago.
+            InvalidRequest: the model does not fit into the memory.
+        """
+        self._models.check(name, trio.current_time())
+
+    def wait(self, name: str) -> None:
+        """Note that a request begins to wait for a model, after `check` or after its lease.
+
+        Args:
+            name: the model.
+        """
+        self._models.wait(name, trio.current_time(), is_new=False)
+        self._changed.set()
+
+    def stop_waiting(self, name: str) -> None:
+        """Note that a request stops to wait.
+
+        Args:
+            name: the model.
+        """
+        self._models.stop_waiting(name, trio.current_time())
+        self._changed.set()
+
+    def lease(self, name: str) -> ModelLease | None:
+        """Turn the wait of a request into a lease.
+
+        Args:
+            name: the model.
+
+        Returns:
+            The lease. None if the model gives no leases now.
+        """
+        lease = self._models.lease(name, trio.current_time())
+        if lease is not None:
+            self._changed.set()
+        return lease
+
+    def release(self, lease: ModelLease) -> None:
+        """Return a lease.
+
+        Args:
+            lease: the lease.
+        """
+        self._models.release(lease, trio.current_time())
+        self._changed.set()
+
+    @asynccontextmanager
+    async def leased(self, name: str) -> AsyncIterator[LoadedT]:
+        """Wait until a model is loaded, and hold a lease on it inside of the scope.
+
+        Args:
+            name: the model.
+
+        Raises:
+            NoEndpoint: the load failed, or failed a short time ago.
+            InvalidRequest: the model does not fit into the memory.
+        """
+        self.check(name)
+        self.wait(name)
+        lease = None
+        try:
+            while (lease := self.lease(name)) is None:
+                failures = self.failures_total[name]
+                await self._changed.wait()
+                await trio.lowlevel.checkpoint()  # `run` replaces the event.
+                if self.failures_total[name] != failures:
+                    self.check(name)
+            loaded = self._runs[name].loaded
+            assert loaded is not None, "only loaded models give leases"
+            yield loaded
+        finally:
+            if lease is None:
+                self.stop_waiting(name)
+            else:
+                self.release(lease)
+
+    # --- methods for operators ---
+
+    def load(self, name: str) -> None:
+        """Load a model, as if a request waited for it.
+
+        Args:
+            name: a hosted model.
+
+        Raises:
+            InvalidRequest: the model does not fit into the memory.
+        """
+        self._models.request_load(name, trio.current_time())
+        self._changed.set()
+
+    def unload(self, name: str) -> None:
+        """Unload a model when its last request has ended.
+
+        Args:
+            name: a hosted model.
+        """
+        for order in self._models.request_unload(name, trio.current_time()):
+            self._follow(order)
+        self._changed.set()
+
+    def keep_alive(self, name: str, seconds: float | None) -> None:
+        """Set how long a model stays loaded while it is idle.
+
+        Args:
+            name: a hosted model.
+            seconds: time from the end of its last request on. math.inf: it stays until another model needs the memory.
+                None: the model's default.
+        """
+        model = self._models[name]
+        model.keep_alive_seconds = model.spec.keep_alive_seconds if seconds is None else seconds
+        self._changed.set()
+
+    async def wait_until_settled(self, name: str) -> ModelStatus:
+        """Wait until a model is neither being loaded nor unloaded, and no request waits for it.
+
+        Args:
+            name: a hosted model.
+
+        Returns:
+            The state at the end.
+        """
+        while self._is_changing(self._models[name]):
+            await self._changed.wait()
+            await trio.lowlevel.checkpoint()  # `run` replaces the event.
+        return self.status(name)
+
+    def status(self, name: str) -> ModelStatus:
+        """Return the state of a model.
+
+        Args:
+            name: a hosted model.
+        """
+        model, now = self._models[name], trio.current_time()
+        idles = model.state is ModelState.LOADED and model.is_idle and model.idle_until < math.inf
+        return ModelStatus(
+            name=name,
+            state=model.state.value,
+            reason=self._reasons[name],
+            state_seconds=now - model.changed_at,
+            bytes=model.spec.bytes,
+            waiting=model.waiting_count,
+            leases=len(model.leases),
+            unloads_in_seconds=max(0.0, model.idle_until - now) if idles else None,
+            is_pinned=model.spec.is_pinned,
+            failure=model.failure,
+            loads=self.loads_total[name],
+            load_seconds=model.load_seconds,
+        )
+
+    def statuses(self) -> Mapping[str, ModelStatus]:
+        """Return the states of all models by name."""
+        return {name: self.status(name) for name in sorted(self.names)}
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all models that are not unloaded."""
+        return self._models.held_bytes
+
+    # --- orders ---
+
+    def _follow(self, order: ModelOrder) -> None:
+        name, state = order.name, order.state
+        self._reasons[name] = order.reason
+        logger.info("model %s model=%s reason=%s", state.value, name, order.reason)
+        if state is ModelState.LOADING:
+            run = self._runs[name] = _Run(name)
+            assert self._nursery is not None, "orders are followed only inside of run"
+            self._nursery.start_soon(self._run, run)
+            return
+        run = self._runs[name]
+        if run.loaded is not None:
+            self.on_order(state, run.loaded)
+        if state is ModelState.UNLOADING:
+            run.stopping.set()
+
+    async def _run(self, run: _Run[LoadedT]) -> None:
+        """Run a model from the start of its load to its end."""
+        name = run.name
+
+        def note_loaded(loaded: LoadedT) -> None:
+            if self._models[name].state is not ModelState.LOADING:
+                return  # The load was cancelled in the meantime.
+            run.loaded = loaded
+            self._models.on_loaded(name, trio.current_time())
+            self._reasons[name] = "it was loaded"
+            self.loads_total[name] += 1
+            self.on_load_time(self._models[name].load_seconds)
+            self.on_order(ModelState.LOADED, loaded)
+            self._changed.set()
+
+        ended = await self._run_model(name, on_loaded=note_loaded, stopping=run.stopping)
+        state, now = self._models[name].state, trio.current_time()
+        del self._runs[name]
+        if state is ModelState.UNLOADING:
+            self.unloads_total[name] += 1
+            self._models.on_unloaded(name, now)
+        else:
+            if run.loaded is not None:
+                self.on_ended(run.loaded)
+            self.failures_total[name] += 1
+            self._reasons[name] = ended
+            logger.error("model failed model=%s state=%s reason=%s", name, state.value, ended)
+            self._models.on_failed(name, now, ended)
+            if state is ModelState.LOADING:
+                try:
+                    self.check(name)
+                except NoEndpoint as error:
+                    self.on_refused(name, error)
+        self._changed.set()
+
+    def _is_changing(self, model: HostedModel) -> bool:
+        settled = (ModelState.LOADED, ModelState.UNLOADED)
+        return model.state not in settled or (model.waiting_since is not None and model.state is ModelState.UNLOADED)

@@ -1,0 +1,241 @@
+"""`serve` with several models: a router without endpoints of its own, and a process for each loaded model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from trioserve.admission.model_runs import ModelRuns
+from trioserve.commands.child_processes import PARENT_PIPE, relay_lines, start_child
+from trioserve.config import Config
+from trioserve.contracts.errors import StartupError, TrioserveError
+from trioserve.model.device import free_host_bytes
+from trioserve.model.estimate import estimate_model
+from trioserve.model.loading.default_model import resolve_model
+from trioserve.options.engine import EngineOptions, ImageOptions
+from trioserve.options.hosting import GIB, HostedModelOptions
+from trioserve.options.option import ENVIRONMENT_PREFIX, checked, options_of
+from trioserve.proxy.fleet import EndpointSpec
+from trioserve.router.hosted_models import ModelSpec
+from trioserve.router.settings import HostedModelsSettings
+
+__all__ = ["Hosting", "ModelProcesses", "hosted_models"]
+
+logger = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.8  # share of the free memory that models may use by default
+KV_CACHE_GIB = 1.0  # size of the KV cache of a model without --kv-cache-memory
+STOP_SECONDS_MAX = 10.0  # A process that has not ended this long after SIGTERM is killed.
+NOT_OF_ENGINES = frozenset({"model", "served_model_name"})
+
+
+def hosted_models(config: Config) -> list[HostedModelOptions]:
+    """Return the models that the server loads on demand, and check their options.
+
+    Args:
+        config: options of the server.
+
+    Raises:
+        StartupError: an option is wrong.
+    """
+    known = {**options_of(EngineOptions), **options_of(ImageOptions)}
+    models = config.hosted_models()
+    for model in models:
+        for key in model.engine:
+            if key not in known or key in NOT_OF_ENGINES:
+                raise StartupError(f'the hosted model "{model.name}" has the option {key}, which is no engine option')
+        spelled = {key: (f'{key} of the hosted model "{model.name}"', value) for key, value in model.engine.items()}
+        checked(Config, {"model": ("the path", model.path), **spelled}, strict=False)
+    return models
+
+
+class Hosting:
+    """The models of a server, checked and measured before it starts. Models of the hub are downloaded.
+
+    Args:
+        config: options of the server.
+
+    Raises:
+        StartupError: an option is wrong, or a model cannot be read.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._models = hosted_models(config)
+        self._bytes = {model.name: _bytes_of(model, config) for model in self._models}
+        memory = config.models_memory
+        self._memory_bytes = int(MEMORY_SHARE * free_host_bytes()) if memory is None else int(memory * GIB)
+
+    @property
+    def what(self) -> str:
+        """The models, for status messages."""
+        return f"{len(self._models)} models on demand"
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of models by their further names."""
+        return {alias: model.name for model in self._models for alias in model.aliases}
+
+    def runs(self) -> ModelRuns[EndpointSpec]:
+        """Create the runs of the models. Models that have to be preloaded are loaded once they run.
+
+        Raises:
+            StartupError: the pinned models do not fit into the memory.
+        """
+        config = self._config
+        settings = HostedModelsSettings(
+            memory_bytes=self._memory_bytes, turn_seconds=config.model_turn, loads_max=config.max_model_loads
+        )
+        default = math.inf if config.model_keep_alive is None else config.model_keep_alive
+        specs = [
+            ModelSpec(
+                name=model.name,
+                bytes=self._bytes[model.name],
+                keep_alive_seconds=default if model.keep_alive is None else model.keep_alive,
+                is_pinned=model.pinned,
+            )
+            for model in self._models
+        ]
+        runs = ModelRuns(settings, specs, ModelProcesses(config, self._models).run)
+        for model in self._models:
+            if model.preload:
+                runs.load(model.name)
+        return runs
+
+
+def _bytes_of(model: HostedModelOptions, config: Config) -> int:
+    """Return the memory of a loaded model. Raise StartupError if the model cannot be read."""
+    if model.memory is not None:
+        return int(model.memory * GIB)
+    engine = options_of(EngineOptions)
+    values = {**_common_options(config), **model.engine}
+    spelled = {name: (name, value) for name, value in values.items() if name in engine}
+    try:
+        options = checked(EngineOptions, {**spelled, "model": ("model", model.path)}, strict=False)
+        return estimate_model(resolve_model(model.path), options.model_settings()).total_bytes
+    except TrioserveError as error:
+        raise StartupError(f'the hosted model "{model.name}" cannot be read: {error}') from None
+
+
+def _common_options(config: Config) -> dict[str, Any]:
+    """Return the engine options that apply to all models: those that were set, and the size of the KV cache."""
+    engine = {**options_of(EngineOptions), **options_of(ImageOptions)}
+    set_options = {
+        name: getattr(config, name)
+        for name, option in engine.items()
+        if name not in NOT_OF_ENGINES and getattr(config, name) != option.default
+    }
+    return {"kv_cache_memory": KV_CACHE_GIB, **set_options}
+
+
+class ModelProcesses:
+    """Runs one process of `trioserve serve` for each loaded model.
+
+    The processes listen at 127.0.0.1, and accept only requests with a key that this program makes at its start.
+
+    Args:
+        config: options of the server. Engine options that were set apply to all models.
+        models: the models.
+    """
+
+    def __init__(self, config: Config, models: Sequence[HostedModelOptions]) -> None:
+        self._common = _common_options(config)
+        self._config = config
+        self._models = {model.name: model for model in models}
+        self._key = secrets.token_urlsafe(32)
+        self._loads = 0
+
+    def command(self, name: str) -> list[str]:
+        """Return the arguments of trioserve for the process of a model.
+
+        Args:
+            name: the model.
+        """
+        model, config = self._models[name], self._config
+        flags = ["serve", "--model", model.path, "--served-model-name", name, "--host", "127.0.0.1", "--port", "0"]
+        flags += ["--no-ui", "--no-access-log", "--log-level", config.log_level, "--drain-delay", "0"]
+        if config.data_dir is not None:
+            flags += ["--data-dir", str(Path(config.data_dir) / "models" / name.replace("/", "--"))]
+        return flags + engine_flags({**self._common, **model.engine})
+
+    async def run(self, name: str, *, on_loaded: Callable[[EndpointSpec], None], stopping: trio.Event) -> str:
+        """Run the process of a model, see RunModel.
+
+        Args:
+            name: the model.
+            on_loaded: called once the process accepts requests.
+            stopping: the process gets SIGTERM when this event is set.
+
+        Returns:
+            How the process ended.
+        """
+        self._loads += 1
+        id = f"{name}#{self._loads}"
+        key = {f"{ENVIRONMENT_PREFIX}API_KEY": self._key, f"{ENVIRONMENT_PREFIX}ADMIN_API_KEY": self._key}
+        last_line = ""
+        reading, writing = os.pipe()
+        try:
+            async with trio.open_nursery() as nursery:
+                process = await start_child(
+                    nursery,
+                    ["-m", "trioserve", *self.command(name)],
+                    stderr=subprocess.PIPE,
+                    env=_environment({**key, PARENT_PIPE: str(reading)}),
+                    pass_fds=(reading,),
+                )
+                nursery.start_soon(_stop, process, stopping)
+                assert process.stderr is not None
+
+                def note_serving(url: str) -> None:
+                    on_loaded(EndpointSpec(url=url, id=id, api_key=self._key, models={name: name}))
+
+                last_line = await relay_lines(name, process.stderr, note_serving)
+                code = await process.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            os.close(reading)
+            os.close(writing)
+        return f"its process ended with code {code}: {last_line}" if code else "its process ended"
+
+
+def engine_flags(options: Mapping[str, Any]) -> list[str]:
+    """Spell options of an engine as flags.
+
+    Args:
+        options: values by the names of the options.
+    """
+    known = {**options_of(EngineOptions), **options_of(ImageOptions)}
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = known[name].flag
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list | tuple):
+            flags += [flag, *map(str, value)] if value else []
+        elif value is not None:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def _environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's variables without options of trioserve, which reach the models as flags."""
+    names = {option.variable for option in options_of(Config).values()}
+    return {name: value for name, value in os.environ.items() if name not in names} | dict(own)
+
+
+async def _stop(process: trio.Process, stopping: trio.Event) -> None:
+    await stopping.wait()
+    process.send_signal(signal.SIGTERM)
+    await trio.sleep(STOP_SECONDS_MAX)
+    logger.warning("process killed, it did not stop in %s s pid=%s", STOP_SECONDS_MAX, process.pid)
+    process.kill()

@@ -1,0 +1,161 @@
+"""Options of a server with several models, which are loaded on demand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from trioserve.contracts.errors import StartupError
+from trioserve.options.option import about
+from trioserve.router.settings import HostedModelsSettings
+
+__all__ = ["MODEL_SPELLING", "HostedModelOptions", "HostingOptions", "hosted_model_text"]
+
+HOSTED = HostedModelsSettings(memory_bytes=0)
+MODEL_SPELLING = "NAME=PATH or NAME=PATH,OPTION=VALUE,..."
+NEXT_OPTION = re.compile(r",(?=[a-z][a-z_-]*=)")
+GIB = 2**30
+
+
+class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of one model.
+
+    Attributes:
+        name: name of the model.
+        path: directory, .gguf file, or name of a model.
+        aliases: further names.
+        preload: True if it is loaded at the start.
+        pinned: True if it is loaded at the start and never unloaded for another model or for being idle.
+        keep_alive: seconds after the last request until it is unloaded. None: the server's default.
+        memory: GiB that it needs while it is loaded. None: computed from its files.
+        engine: options of its engine, by name.
+    """
+
+    name: str
+    path: str
+    aliases: tuple[str, ...] = ()
+    preload: bool = False
+    pinned: bool = False
+    keep_alive: Annotated[float, Meta(ge=0)] | None = None
+    memory: Annotated[float, Meta(gt=0)] | None = None
+    engine: dict[str, Any] = {}
+
+
+OWN_OPTIONS = frozenset(HostedModelOptions.__struct_fields__) - {"name", "path", "engine"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostingOptions:
+    """Options of a server with several models, which are loaded on demand."""
+
+    # fmt: off
+    models_dir: Annotated[str | None, about(
+        "directory whose models are loaded when a request asks for them: each .gguf file, and each subdirectory with a "
+        "config.json, under its own name; default: none", "DIR")] = None
+    host_model: Annotated[tuple[str, ...], about(
+        "models that are loaded when a request asks for them, each as NAME=PATH or NAME=PATH,OPTION=VALUE,...; OPTION "
+        "is any option of the engine, aliases, preload, pinned, keep_alive (seconds) or memory (GiB). --model "
+        "NAME=PATH is the same; default: none", "MODEL")] = ()
+    models_memory: Annotated[Annotated[float, Meta(gt=0)] | None, about(
+        "GiB that the weights and KV caches of all hosted models may use together; default: 80 % of the free memory",
+        "GIB")] = None
+    model_keep_alive: Annotated[Annotated[float, Meta(ge=0)] | None, about(
+        "seconds after the end of its last request until an idle hosted model is unloaded; default: it stays until "
+        "another model needs its memory", "SECONDS")] = None
+    model_turn: Annotated[float, about(
+        "seconds that a hosted model with requests keeps its memory before it must give way to a model that waits; "
+        "the other model waits for at least as long", "SECONDS", ge=0, le=86400)] = HOSTED.turn_seconds
+    max_model_loads: Annotated[int, about(
+        "hosted models that load at a time", "N", ge=1, le=64)] = HOSTED.loads_max
+    # fmt: on
+
+    def hosted_models(self) -> list[HostedModelOptions]:
+        """Return the models that are loaded on demand.
+
+        Raises:
+            StartupError: a text has a wrong format, a name is used twice, or the directory cannot be read.
+        """
+        models = [_parsed(text) for text in self.host_model]
+        if self.models_dir is not None:
+            named = {model.name for model in models}
+            models += [model for model in _found_in(Path(self.models_dir)) if model.name not in named]
+        names: set[str] = set()
+        for model in models:
+            for name in (model.name, *model.aliases):
+                if name in names:
+                    raise StartupError(f'there are two hosted models with the name "{name}": give each its own')
+                names.add(name)
+        return models
+
+    @property
+    def hosts_models(self) -> bool:
+        return bool(self.host_model or self.models_dir is not None)
+
+
+def hosted_model_text(name: str, options: Mapping[str, Any]) -> str:
+    """Spell the table `[models.NAME]` of a config file as one text.
+
+    Args:
+        name: name of the model.
+        options: keys and values of the table.
+
+    Raises:
+        StartupError: the table has no path.
+    """
+    if not isinstance(options, Mapping) or not isinstance(options.get("path"), str):
+        raise StartupError(f'[models.{name}] has no path: add path = "DIRECTORY, .gguf FILE OR NAME"')
+    spelled = (
+        f",{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in options.items()
+        if key != "path"
+    )
+    return f"{name}={options['path']}{''.join(spelled)}"
+
+
+def _parsed(text: str) -> HostedModelOptions:
+    """Parse `NAME=PATH,OPTION=VALUE,...`. Values are JSON, or texts if they are not JSON."""
+    first, *rest = NEXT_OPTION.split(text)
+    name, equals, path = first.partition("=")
+    if not (name and equals and path):
+        raise StartupError(f'a hosted model is "{text}", it must be {MODEL_SPELLING}')
+    own: dict[str, Any] = {"name": name, "path": path}
+    engine: dict[str, Any] = {}
+    for each in rest:
+        key, _, value = each.partition("=")
+        key = key.replace("-", "_")
+        try:
+            read = json.loads(value)
+        except ValueError:
+            read = value
+        if key == "aliases" and isinstance(read, str):
+            read = [read]
+        (own if key in OWN_OPTIONS else engine)[key] = read
+    try:
+        return msgspec.convert({**own, "engine": engine}, HostedModelOptions)
+    except msgspec.ValidationError as error:
+        raise StartupError(f'the hosted model "{name}" has a wrong option: {error}') from None
+
+
+def _found_in(directory: Path) -> list[HostedModelOptions]:
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError as error:
+        raise StartupError(f"--models-dir {directory} cannot be read: {error.strerror}") from None
+    found = []
+    for entry in entries:
+        if entry.suffix == ".gguf" and entry.is_file():
+            found.append(HostedModelOptions(name=entry.stem, path=str(entry)))
+        elif (entry / "config.json").is_file() or (entry / "model_index.json").is_file():
+            found.append(HostedModelOptions(name=entry.name, path=str(entry)))
+    if not found:
+        raise StartupError(
+            f"--models-dir {directory} has no models: put .gguf files into it, or directories with a config.json"
+        )
+    return found

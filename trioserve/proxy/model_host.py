@@ -1,0 +1,119 @@
+"""Joins models that are loaded on demand with the router: a loaded model is an endpoint.
+
+A request for a model that is not loaded waits in the router's queue, with its deadlines, like any request that waits
+for a free slot. Each change of its state is reported to the models, which are loaded for it and leased by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from trioserve.admission.model_runs import ModelRuns
+from trioserve.contracts.endpoint import RoutedRequest
+from trioserve.contracts.errors import NoEndpoint
+from trioserve.proxy.fleet import EndpointSpec, Fleet
+from trioserve.router.hosted_models import ModelLease, ModelState
+from trioserve.router.ticket import Ticket, TicketState
+from trioserve.trio_tools.interrupts import uninterrupted
+
+if TYPE_CHECKING:
+    from trioserve.metrics.registry import Metrics
+
+__all__ = ["ModelHost"]
+
+SOURCE = "hosted"
+"""Name of the source of the endpoints, in the list of endpoints."""
+
+
+@uninterrupted
+class ModelHost:
+    """Adds loaded models to the endpoints of a router, and reports the router's requests to the models.
+
+    Args:
+        fleet: endpoints of the router.
+        models: the models, with the specifications of their endpoints.
+    """
+
+    def __init__(self, fleet: Fleet, models: ModelRuns[EndpointSpec]) -> None:
+        self._fleet = fleet
+        self._models = models
+        self._holds: dict[int, ModelLease | None] = {}  # by the ticket's index. None: the request waits.
+        self._shown = Counter[tuple[str, str]]()
+        models.on_order = self._follow
+        models.on_ended = self._drain
+        models.on_refused = self._refuse_waiting
+        fleet.dispatch.host(models.names, on_enter=self._note_enter, on_state=self._note_state)
+
+    def show(self, metrics: Metrics) -> None:
+        """Update the metrics of the models at every scrape. Call this method once.
+
+        Args:
+            metrics: metrics of the router.
+        """
+        models = self._models
+        models.on_load_time = metrics.hosted_model_load_seconds.observe
+
+        def show() -> None:
+            metrics.hosted_models_bytes.set(models.held_bytes)
+            totals = {"loaded": models.loads_total, "failed": models.failures_total, "unloaded": models.unloads_total}
+            for name, status in models.statuses().items():
+                metrics.hosted_model_loaded.labels(name).set(status.state in ("loaded", "draining"))
+                metrics.hosted_model_waiting_requests.labels(name).set(status.waiting)
+                for outcome, by_model in totals.items():
+                    more = by_model[name] - self._shown[name, outcome]
+                    metrics.hosted_model_loads_total.labels(name, outcome).inc(more)
+                    self._shown[name, outcome] = by_model[name]
+
+        metrics.on_scrape(show)
+
+    # --- reports of requests ---
+
+    def _note_enter(self, request: RoutedRequest) -> None:
+        if request.model in self._models:
+            self._models.check(request.model)
+
+    def _note_state(self, ticket: Ticket) -> None:
+        """Report a ticket's change between waiting, leased and ended. This method never waits, and changes no queue."""
+        name, models = ticket.request.model, self._models
+        if name not in models:
+            return
+        has_hold = ticket.index in self._holds
+        hold = self._holds.get(ticket.index)
+        if ticket.state is TicketState.ENDED:
+            if not has_hold:
+                return
+            del self._holds[ticket.index]
+            if hold is None:
+                models.stop_waiting(name)
+            else:
+                models.release(hold)
+        elif ticket.state is TicketState.WAITING:
+            if has_hold and hold is None:
+                return
+            if hold is not None:
+                models.release(hold)
+            models.wait(name)
+            self._holds[ticket.index] = None
+        elif hold is None:
+            if not has_hold:
+                models.wait(name)
+            lease = models.lease(name)
+            assert lease is not None, "the router gives leases only at endpoints of loaded models"
+            self._holds[ticket.index] = lease
+
+    # --- orders ---
+
+    def _follow(self, state: ModelState, spec: EndpointSpec) -> None:
+        if state is ModelState.LOADED:
+            self._fleet.add(spec, source=SOURCE)
+        else:
+            self._drain(spec)
+
+    def _drain(self, spec: EndpointSpec) -> None:
+        self._fleet.drain(spec.endpoint_id)
+
+    def _refuse_waiting(self, name: str, error: NoEndpoint) -> None:
+        for admission in self._fleet.dispatch.live_admissions():
+            if admission.model == name and admission.is_waiting:
+                admission.end(error)

@@ -1,0 +1,312 @@
+"""Handlers of a router that describe, load and unload models.
+
+The paths /models/load and /models/unload, and `status` in the list of models, are those of llama-server's router.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.admission.model_runs import ModelRuns, ModelStatus
+from trioserve.api.ollama.answer import iso_time
+from trioserve.api.ollama.models import model_card, running_card
+from trioserve.api.ollama.response_types import (
+    OllamaChatLine,
+    OllamaModel,
+    OllamaModels,
+    OllamaRunning,
+    OllamaSaid,
+    OllamaTextLine,
+)
+from trioserve.api.openai.models import MODEL_PATH
+from trioserve.api.openai.request_types import decode_body
+from trioserve.api.response import Listing, Response
+from trioserve.api.surface import OLLAMA_PATH
+from trioserve.contracts.errors import InvalidRequest, UnknownModel
+from trioserve.proxy.fleet import EndpointSpec
+from trioserve.proxy.routed_body import LINE_PATHS
+
+if TYPE_CHECKING:
+    from trioserve.proxy.proxied_request import AskedRequest
+    from trioserve.proxy.router_context import RouterContext
+
+__all__ = [
+    "ModelChanged",
+    "NamedModel",
+    "keep_alive_seconds",
+    "list_models",
+    "list_running",
+    "list_tags",
+    "load_model",
+    "read_model",
+    "set_keep_alive",
+    "unload_model",
+]
+
+STARTED_AT = int(time.time())
+LOADED_STATES = ("loaded", "draining")
+
+
+class RoutedModelStatus(Response):
+    """State of a model that is loaded on demand.
+
+    Attributes:
+        value: state of the model.
+        failed: True if the last load failed, or the model crashed, and it was not loaded since.
+        reason: why the model has this state.
+        waiting: requests that wait for the model.
+        leases: requests that use the model.
+        memory_bytes: memory that the model may use while it is loaded.
+        load_seconds: time of the last load, or its estimate.
+        unloads_in_seconds: time until the model is unloaded if it stays idle.
+    """
+
+    value: Literal["unloaded", "loading", "loaded", "draining", "unloading"]
+    reason: str
+    waiting: int
+    leases: int
+    memory_bytes: int
+    load_seconds: float
+    failed: bool | UnsetType = UNSET
+    unloads_in_seconds: float | UnsetType = UNSET
+
+
+class RoutedModel(Response, tag_field="object", tag="model"):
+    """A model of the router's endpoints, or a model that is loaded on demand, which has a status."""
+
+    id: str
+    created: int
+    owned_by: str
+    status: RoutedModelStatus | UnsetType = UNSET
+
+
+class NamedModel(msgspec.Struct, frozen=True):
+    """Body of a request to load or unload a model.
+
+    Attributes:
+        model: name of the model.
+    """
+
+    model: str
+
+
+class ModelChanged(Response):
+    """Result of a load or unload.
+
+    Attributes:
+        success: True.
+        status: state of the model.
+    """
+
+    success: bool
+    status: RoutedModelStatus
+
+
+async def list_models(context: RouterContext) -> None:
+    await context.respond_json(Listing(data=[_card(context, name) for name in context.services.fleet.models()]))
+
+
+async def read_model(context: RouterContext) -> None:
+    """GET /v1/models/MODEL.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        UnknownModel: No endpoint serves the model.
+    """
+    name = context.exchange.path.removeprefix(MODEL_PATH)
+    if name not in context.services.fleet.models():
+        raise UnknownModel(
+            f'the model "{name}" is not served here; served are: {", ".join(context.services.fleet.models())}'
+        )
+    await context.respond_json(_card(context, name))
+
+
+async def load_model(context: RouterContext) -> None:
+    """POST /models/load: load a model, and wait until it is loaded.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        InvalidRequest: The model is not loaded on demand, does not fit into the memory, or its load failed.
+    """
+    models, name = await _named_model(context)
+    models.load(name)
+    status = await models.wait_until_settled(name)
+    if status.failure is not None:
+        raise InvalidRequest(f"the model {name} could not be loaded: {status.failure}", param="model")
+    await context.respond_json(ModelChanged(success=True, status=_status(status)))
+
+
+async def unload_model(context: RouterContext) -> None:
+    """POST /models/unload: unload a model after its last request, and wait until its memory is free.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        InvalidRequest: The model is not loaded on demand.
+    """
+    models, name = await _named_model(context)
+    models.unload(name)
+    status = await models.wait_until_settled(name)
+    await context.respond_json(ModelChanged(success=True, status=_status(status)))
+
+
+async def set_keep_alive(context: RouterContext, asked: AskedRequest) -> bool:
+    """Set how long the model of a request stays loaded after it, and answer a request of Ollama's API that unloads it.
+
+    Such a request has no prompt and a `keep_alive` of 0. A request without `keep_alive` sets the model's default.
+
+    Args:
+        context: Request of the router's API.
+        asked: the same request.
+
+    Returns:
+        True if the request was answered.
+
+    Raises:
+        InvalidRequest: `keep_alive` is no time.
+    """
+    models, path, body = context.services.models, context.exchange.path, asked.body
+    if models is None or asked.model not in models:
+        return False
+    seconds = None
+    if body.keep_alive is not None and path.startswith(OLLAMA_PATH):
+        seconds = keep_alive_seconds(body.keep_alive)
+    models.keep_alive(asked.model, seconds)
+    has_no_prompt = bytes(body.content) in (b"", b'""', b"[]", b"null")
+    if seconds != 0 or path not in LINE_PATHS or not has_no_prompt:
+        return False
+    models.unload(asked.model)
+    model, now = body.model or asked.model, iso_time(int(time.time()))
+    if path == "/api/chat":
+        said = OllamaSaid(role="assistant", content="")
+        line = OllamaChatLine(model=model, created_at=now, done=True, done_reason="unload", message=said)
+        await context.respond_json(line)
+    else:
+        await context.respond_json(
+            OllamaTextLine(model=model, created_at=now, done=True, done_reason="unload", response="")
+        )
+    return True
+
+
+async def list_tags(context: RouterContext) -> None:
+    """GET /api/tags: all models, as Ollama lists downloaded models.
+
+    Args:
+        context: Request of the router's API.
+    """
+    names = context.services.fleet.models()
+    await context.respond_json(OllamaModels(models=[_ollama_card(context, name) for name in names]))
+
+
+async def list_running(context: RouterContext) -> None:
+    """GET /api/ps: the loaded models.
+
+    Args:
+        context: Request of the router's API.
+    """
+    cards = []
+    for name in context.services.fleet.models():
+        status = _status_of(context.services.models, context.services.fleet.aliases.get(name, name))
+        if status is not None and status.state not in LOADED_STATES:
+            continue
+        card = running_card(_ollama_card(context, name))
+        if status is not None and status.unloads_in_seconds is not None:
+            card.expires_at = iso_time(int(time.time() + status.unloads_in_seconds))
+        cards.append(card)
+    await context.respond_json(OllamaRunning(models=cards))
+
+
+def keep_alive_seconds(value: float | str) -> float:
+    """Read the field keep_alive of Ollama's API.
+
+    Args:
+        value: seconds, or a text such as "5m", "1h30m" or "300". A negative time means forever.
+
+    Returns:
+        Seconds, or math.inf.
+
+    Raises:
+        InvalidRequest: the text is no time.
+    """
+    seconds = value if isinstance(value, int | float) else _duration(value)
+    if seconds is None or math.isnan(seconds):
+        raise InvalidRequest(
+            f'keep_alive is "{str(value)[:80]}", it must be seconds or a time such as "5m" or "1h30m"',
+            param="keep_alive",
+        )
+    return math.inf if seconds < 0 else float(seconds)
+
+
+UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _duration(text: str) -> float | None:
+    """Parse a duration of Go, such as 1h30m, or a number of seconds. Return None if it is neither."""
+    sign = -1.0 if text.startswith("-") else 1.0
+    rest = text.lstrip("+-")
+    try:
+        return sign * float(rest)
+    except ValueError:
+        pass
+    seconds = 0.0
+    while rest:
+        number = rest[: len(rest) - len(rest.lstrip("0123456789."))]
+        rest = rest[len(number) :]
+        unit = next((unit for unit in ("ns", "us", "ms", "s", "m", "h") if rest.startswith(unit)), None)
+        if unit is None or not number.strip("."):
+            return None
+        seconds += float(number) * UNIT_SECONDS[unit] if number.count(".") < 2 else math.nan
+        rest = rest[len(unit) :]
+    return sign * seconds if text else None
+
+
+async def _named_model(context: RouterContext) -> tuple[ModelRuns[EndpointSpec], str]:
+    named = decode_body(await context.exchange.body(), NamedModel).model
+    name, models = context.services.fleet.aliases.get(named, named), context.services.models
+    if models is None or name not in models:
+        hosted = ", ".join(models.statuses()) if models is not None else ""
+        raise InvalidRequest(
+            f'the model "{named}" is not loaded on demand here; such models are: {hosted or "none"}', param="model"
+        )
+    return models, name
+
+
+def _status_of(models: ModelRuns[EndpointSpec] | None, name: str) -> ModelStatus | None:
+    return models.status(name) if models is not None and name in models else None
+
+
+def _status(status: ModelStatus) -> RoutedModelStatus:
+    return RoutedModelStatus(
+        value=status.state,  # type: ignore[arg-type]
+        reason=status.reason,
+        waiting=status.waiting,
+        leases=status.leases,
+        memory_bytes=status.bytes,
+        load_seconds=round(status.load_seconds, 3),
+        failed=True if status.failure is not None else UNSET,
+        unloads_in_seconds=UNSET if status.unloads_in_seconds is None else round(status.unloads_in_seconds, 3),
+    )
+
+
+def _card(context: RouterContext, name: str) -> RoutedModel:
+    card = RoutedModel(id=name, created=STARTED_AT, owned_by="trioserve")
+    status = _status_of(context.services.models, context.services.fleet.aliases.get(name, name))
+    if status is not None:
+        card.status = _status(status)
+    return card
+
+
+def _ollama_card(context: RouterContext, name: str) -> OllamaModel:
+    status = _status_of(context.services.models, context.services.fleet.aliases.get(name, name))
+    size = 0 if status is None else status.bytes
+    return model_card(name, made_at=STARTED_AT, identity=name, weight_bytes=size)
