@@ -209,6 +209,12 @@ async def test_reload_signal_without_tls_logs_one_line(caplog, autojump_clock):
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize(("keys", "allowed"), [((), 90), (("a",), 90), (("a", "b"), 50)])
+def test_one_of_several_keys_may_open_half_of_all_websockets(keys, allowed):
+    config = make_config(api_key=keys, max_websockets=100, max_websockets_per_caller=90)
+    assert frontend_limits(config).websockets_per_caller_max == allowed
+
+
 def test_options_about_connections_become_limits_of_the_front_end():
     limits = frontend_limits(make_config(keep_alive_timeout=5.0, ping_interval=6.0, ping_timeout=7.0))
     assert (limits.idle_seconds_max, limits.ping_seconds, limits.ping_answer_seconds_max) == (5.0, 6.0, 7.0)

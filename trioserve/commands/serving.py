@@ -321,11 +321,14 @@ def frontend_limits(config: ServerOptions) -> FrontendLimits:
     file_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections_max = connections_within(config.max_connections, file_limit, files_each=_files_each(config))
     of_address = config.max_connections_per_address
+    of_caller = config.max_websockets_per_caller
+    if len(config.api_key) + len(config.gateway_api_key) > 1:
+        of_caller = min(of_caller, max(1, config.max_websockets // 2))
     return FrontendLimits(
         connections_max=connections_max,
         connections_per_address_max=of_address or max(1, connections_max - max(1, connections_max // 64)),
         websockets_max=config.max_websockets,
-        websockets_per_caller_max=config.max_websockets_per_caller,
+        websockets_per_caller_max=of_caller,
         websocket_idle_seconds_max=config.websocket_idle_timeout,
         body_bytes_max=config.max_body_bytes,
         body_seconds_max=config.body_timeout

@@ -124,8 +124,9 @@ class ServerOptions(QueueOptions):
         "open websockets at a time, each with its own connection or HTTP/2 stream; further ones are refused with 503. "
         "An idle websocket does not count as a running request", "N", ge=1, le=1000000)] = FRONTEND.websockets_max
     max_websockets_per_caller: Annotated[int, about(
-        "of these, websockets of one API key, or of one address that has shown none; further ones are refused with 429",
-        "N", ge=1, le=1000000)] = FRONTEND.websockets_per_caller_max
+        "of these, websockets of one API key, or of one address that has shown none; further ones are refused with "
+        "429. If there are several keys, at most half of --max-websockets", "N",
+        ge=1, le=1000000)] = FRONTEND.websockets_per_caller_max
     websocket_idle_timeout: Annotated[float, about(
         "seconds without a message in either direction after which a websocket is closed with the code 1001; pings do "
         "not count", "SECONDS", gt=0, le=86400)] = FRONTEND.websocket_idle_seconds_max
