@@ -177,7 +177,7 @@ def test_limits_of_a_step_on_a_cpu(machine: Machine) -> None:
 # --- kernels ---
 
 
-CONFIG = SimpleNamespace(sections=(), stage=None)
+CONFIG = SimpleNamespace(stage=None)
 
 
 def picked(
@@ -204,7 +204,6 @@ def test_triton_kernels_compute_on_a_gpu_by_default(
     "changed, reason",
     (
         ({}, "no compiler"),
-        ({"sections": (4,)}, None),
         ({"stage": 1}, None),
     ),
 )
@@ -228,7 +227,7 @@ def test_missing_triton_is_an_error_if_the_settings_need_it(
 ) -> None:
     with pytest.raises(StartupError, match="Triton's kernels cannot be used: no compiler"):
         picked(ModelSettings(**needs), monkeypatch, reason="no compiler")
-    config = SimpleNamespace(**{**vars(CONFIG), "sections": (4,)})
+    config = SimpleNamespace(stage=1)
     assert picked(ModelSettings(**needs), monkeypatch, config=config) == "triton"
 
 

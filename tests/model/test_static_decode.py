@@ -117,6 +117,7 @@ def conversation(driver: Any) -> dict[str, list[int]]:
         "mamba2",
         "jamba",
         "qwen3-next",
+        "llama4",
     ),
 )
 def test_steps_of_fixed_shape_give_the_responses_of_other_steps(

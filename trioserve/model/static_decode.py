@@ -28,7 +28,7 @@ from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage, StateStorage
-from trioserve.model.static_inputs import StaticInputs, StaticRows, StepSize
+from trioserve.model.static_inputs import InputTensors, StaticInputs, StaticRows, StepSize
 from trioserve.model.step_tensors import (
     AttentionTensors,
     ChunkTables,
@@ -124,8 +124,9 @@ class StaticDecode:
     Args:
         model: model that computes.
         storage: KV cache.
-        states: state slots, of which the last one is a spare slot. None for a model without states. With states, only
-            steps of decodes have a fixed shape, because the spans of a prompt differ in number and length.
+        states: state slots, of which the last one is a spare slot. None for a model without states. With states, and
+            with attention in sections, only steps of decodes have a fixed shape, because the spans of a prompt differ
+            in number and length.
         rows_max: largest number of decodes of a step. Values above ROWS_MAX mean ROWS_MAX.
         kept_max: largest number of tokens that a step of any shape chooses.
         context_tokens_max: longest context in tokens.
@@ -175,7 +176,7 @@ class StaticDecode:
         decode_tables = decodes_max + -decodes_max % (ALIGNMENT_BYTES // 4)
         self.sizes += [
             StepSize(rows, min(rows, decode_tables), PROMPT_CHUNKS_MAX, tile_tokens)
-            for rows in prompt_row_sizes(prompt_rows_max if states is None else 0)
+            for rows in prompt_row_sizes(prompt_rows_max if states is None and not config.sections else 0)
         ]
         if adapters is not None:
             few = adapter_row_sizes(decodes_max)
@@ -189,10 +190,11 @@ class StaticDecode:
             spare_state=0 if states is None else states.slot_count - 1,
             device=model.device,
         )
-        work = None
+        self._work: DecodeWork | None = None
         if heads is not None:
-            work = heads.work(decode_tables, self._context_tokens_max, config.windows, model.device)
-        self._steps = {size: self._step(size, config.windows, work) for size in self.sizes}
+            # A section is part of the context, so it needs no more parts.
+            self._work = heads.work(decode_tables, self._context_tokens_max, config.windows, model.device)
+        self._steps = {size: self._step(size, config.windows, self._work) for size in self.sizes}
         hidden_rows = max(size.rows for size in self.sizes)
         self._hidden = torch.empty(hidden_rows, config.hidden_size, dtype=model.dtype, device=model.device)
 
@@ -306,12 +308,31 @@ class StaticDecode:
         """Compute the layers of a step, and return a view of its hidden states, [rows, hidden_size]."""
         inputs = self._inputs.tensors[size]
         step = replace(self._steps[size], token_ids=inputs.ids.index_select(0, inputs.id_places))
+        if self._model.config.sections:
+            step = replace(step, sections=self._sections(inputs))
         if size.has_adapters:
             assert self._adapters is not None, "a size with adapters needs their columns"
             step = replace(step, adapters=self._adapters.rows(inputs.adapters))
         hidden = self._model.forward(step, self._storage, states=self._states)
         assert hidden is not None, "a launched step is never abandoned"
         return self._hidden[: size.rows].copy_(hidden)
+
+    def _sections(self, inputs: InputTensors) -> dict[int, AttentionTensors]:
+        """Compute the tables of decodes whose attention begins with a section of the context, on the device."""
+        work = self._work
+        assert work is not None, "only attention has sections"
+        block_size, width_max = self._storage.block_size, inputs.block_tables.shape[1]
+        found = {}
+        for section in self._model.config.sections:
+            context_max = min(section, self._context_tokens_max)
+            begins = inputs.positions // section * section
+            contexts = (inputs.contexts - begins).clamp_(min=0).to(torch.int32)  # 0 for a table without a sequence
+            columns = torch.arange(-(-context_max // block_size), device=self._model.device)
+            places = (begins[:, None] // block_size + columns).clamp_(max=width_max - 1)
+            tables = inputs.block_tables.gather(1, places)
+            walk = TableWalk(None, DecodeTables(tables, contexts, context_max, work), None)
+            found[section] = AttentionTensors((), (), walk)
+        return found
 
     def _step(self, size: StepSize, windows: Sequence[int | None], work: DecodeWork | None) -> StepTensors:
         inputs, count = self._inputs.tensors[size], size.decodes

@@ -387,8 +387,6 @@ def why_not_launched(config: ModelConfig) -> str | None:
     Args:
         config: model.
     """
-    if config.sections:
-        return "the host computes which tokens attention in sections reads"
     if config.stage is not None:
         return "hidden states from and to other stages are copied through the host"
     return None
