@@ -60,6 +60,8 @@ class Kernels(Protocol):
 
     def four_bit_linear(self, values: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor: ...
 
+    def fp8_rows(self, values: Tensor) -> tuple[Tensor, Tensor]: ...
+
     def grouped_linear(
         self, values: Tensor, weight: Tensor | FourBitWeight, ends: Tensor, bias: Tensor | None
     ) -> Tensor: ...
@@ -77,7 +79,14 @@ class Kernels(Protocol):
     def store_kv_(self, slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> None: ...
 
     def rotary_and_store_kv_(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, slots_of_layer: Tensor, slots: Tensor, kv_heads: int
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots_of_layer: Tensor,
+        slots: Tensor,
+        kv_heads: int,
+        head_norm: tuple[Tensor, float] | None = None,
     ) -> None: ...
 
     def clear_slots_(self, slots_of_layer: Tensor, slots: Tensor) -> None: ...

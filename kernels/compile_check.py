@@ -115,7 +115,9 @@ def _attention(
     angles = torch.zeros(rows, 1, head_dim, dtype=dtype)
     slots = torch.zeros(rows, dtype=torch.int64)
     tables, contexts = torch.zeros(rows, width, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    norm = torch.zeros((heads + kv_heads) * head_dim, dtype=dtype), 1e-5
     kernels.rotary_and_store_kv_(qkv, angles, angles, pages.view(64, -1), slots, kv_heads)
+    kernels.rotary_and_store_kv_(qkv, angles, angles, pages.view(64, -1), slots, kv_heads, norm)
     work = DecodeWork.make(rows, heads, 2, head_dim, pages.device)
     kernels.paged_decode_(attended, queries, pages, tables, contexts, None, 2, work)
     tiles = torch.zeros(7, 2, dtype=torch.int32)
@@ -176,6 +178,7 @@ def _rows(kernels: Any, dtype: torch.dtype) -> None:
     kernels.add_rms_norm_(hidden, None, hidden[0], 1e-5)
     kernels.rms_norm(hidden.view(5, 32, 128)[:, :9], None, 1e-5)
     kernels.activate_and_mul(hidden)
+    kernels.fp8_rows(hidden)
 
 
 def _sampling(kernels: Any, dtype: torch.dtype, vocab_size: int) -> None:
@@ -221,9 +224,10 @@ def _compile(arch: int, is_table: bool, chosen: str = "") -> list[Compiled]:
         began = time.perf_counter()
         compiled = launch(self, *args, **options | {"warmup": True})
         seconds = time.perf_counter() - began
-        has_masks = ", masks" if options.get("HAS_MASKS") else ""
+        case += ", masks" if options.get("HAS_MASKS") else ""
+        case += ", norms" if options.get("HAS_NORM") else ""
         sizes = (*_registers(compiled.asm["cubin"]), compiled.metadata.shared, seconds)
-        found.append(Compiled(self.__name__, case + has_masks, *sizes))
+        found.append(Compiled(self.__name__, case, *sizes))
 
     def check(case: str, launches: Callable[..., None], *shape: Any) -> None:
         if chosen in case:

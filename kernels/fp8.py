@@ -5,12 +5,13 @@ Each row of the inputs gets a scale from its own largest number, so the other ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["FP8_LARGEST", "Fp8Weight", "fp8_linear", "fp8_weight_of_blocks", "join_fp8", "why_not_fp8"]
+__all__ = ["FP8_LARGEST", "Fp8Weight", "fp8_linear", "fp8_rows", "fp8_weight_of_blocks", "join_fp8", "why_not_fp8"]
 
 FP8_LARGEST = 448.0  # largest number of e4m3
 SCALE_BYTES = 4
@@ -74,20 +75,38 @@ def join_fp8(parts: list[Fp8Weight]) -> Fp8Weight:
     return Fp8Weight(codes, torch.cat([part.scales for part in parts]))
 
 
-def fp8_linear(values: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to FP8.
+
+    Args:
+        values: [n, inputs].
+
+    Returns:
+        Codes, float8_e4m3fn [n, inputs], and scales, float32 [n, 1]. A number is about code * scale.
+    """
+    scales = values.abs().amax(-1, keepdim=True).float().mul_(1 / FP8_LARGEST)
+    scales.clamp_(min=torch.finfo(torch.float32).tiny)  # A row of zeros stays a row of zeros.
+    return (values / scales).to(torch.float8_e4m3fn), scales
+
+
+def fp8_linear(
+    values: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    rounded: Callable[[Tensor], tuple[Tensor, Tensor]] = fp8_rows,
+) -> Tensor:
     """Multiply rows with a weight. The rows are rounded to FP8 before.
 
     Args:
         values: [n, inputs], in bfloat16.
         weight: weight with `outputs` rows.
         bias: [outputs], or None.
+        rounded: fp8_rows of the kernels.
 
     Returns:
         [n, outputs] in the dtype of `values`. A row that contains infinity or NaN is NaN.
     """
-    scales = values.abs().amax(-1, keepdim=True).float().mul_(1 / FP8_LARGEST)
-    scales.clamp_(min=torch.finfo(torch.float32).tiny)  # A row of zeros stays a row of zeros.
-    codes = (values / scales).to(torch.float8_e4m3fn)
+    codes, scales = rounded(values)
     product: Tensor = torch._scaled_mm(
         codes, weight.codes.t(), scale_a=scales, scale_b=weight.scales[None], out_dtype=values.dtype
     )

@@ -29,6 +29,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.nn.functional import rms_norm as _rms_norm
 
 from trioserve_kernels.four_bits import FourBitWeight
+from trioserve_kernels.fp8 import fp8_rows
 from trioserve_kernels.kv_format import SCALE_BYTES, encode, head_dim_of, is_coded, taken
 from trioserve_kernels.paged import DecodeWork
 
@@ -50,6 +51,7 @@ __all__ = [
     "clear_slots_",
     "decode_mask",
     "four_bit_linear",
+    "fp8_rows",
     "gather_context",
     "grouped_linear",
     "has_grouped_mm",
@@ -302,8 +304,26 @@ def store_kv_(slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> Non
     slots_of_layer.view(torch.uint8).index_copy_(0, slots, coded.flatten(1))
 
 
+def norm_heads_(heads: Tensor, weight: Tensor, eps: float, norm: Callable[[Tensor, None, float], Tensor]) -> None:
+    """Normalize each head in place, and multiply it with its part of the weight.
+
+    Args:
+        heads: [T, n, D].
+        weight: [n * D].
+        eps: see `rms_norm`.
+        norm: `rms_norm` of an implementation.
+    """
+    torch.mul(norm(heads, None, eps), weight.view(-1, heads.shape[-1]), out=heads)
+
+
 def rotary_and_store_kv_(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots_of_layer: Tensor, slots: Tensor, kv_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots_of_layer: Tensor,
+    slots: Tensor,
+    kv_heads: int,
+    head_norm: tuple[Tensor, float] | None = None,
 ) -> None:
     """Rotate query and key heads in place like rotary_, and write keys and values like store_kv_.
 
@@ -314,9 +334,13 @@ def rotary_and_store_kv_(
         slots_of_layer: see `store_kv_`.
         slots: see `store_kv_`.
         kv_heads: K.
+        head_norm: weight [(H + K) * D] and eps of the RMS norm of each query and key head before it is rotated, or
+            None.
     """
     keys_values = 2 * kv_heads * cos.shape[-1]
     heads = qkv.view(qkv.shape[0], -1, cos.shape[-1])
+    if head_norm is not None:
+        norm_heads_(heads[:, : heads.shape[1] - kv_heads], *head_norm, rms_norm)
     rotary_(heads[:, : heads.shape[1] - kv_heads], cos, sin)
     store_kv_(slots_of_layer, qkv[:, qkv.shape[1] - keys_values :], slots)
 

@@ -31,6 +31,7 @@ from trioserve_kernels.reference import (
     choose_tokens,
     clear_slots_,
     four_bit_linear,
+    fp8_rows,
     gather_context,
     paged_attention_decode,
     store_kv_,
@@ -51,6 +52,7 @@ __all__ = [
     "differing_attended_rows",
     "differing_rows",
     "four_bit_linear",
+    "fp8_rows",
     "gather_context",
     "grouped_linear",
     "linear",
@@ -169,10 +171,18 @@ def rotary_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotary_and_store_kv_(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots_of_layer: Tensor, slots: Tensor, kv_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots_of_layer: Tensor,
+    slots: Tensor,
+    kv_heads: int,
+    head_norm: tuple[Tensor, float] | None = None,
 ) -> None:
     keys_values = 2 * kv_heads * cos.shape[-1]
     heads = qkv.view(qkv.shape[0], -1, cos.shape[-1])
+    if head_norm is not None:
+        reference.norm_heads_(heads[:, : heads.shape[1] - kv_heads], *head_norm, rms_norm)
     rotary_(heads[:, : heads.shape[1] - kv_heads], cos, sin)
     store_kv_(slots_of_layer, qkv[:, qkv.shape[1] - keys_values :], slots)
 

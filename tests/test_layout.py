@@ -191,8 +191,8 @@ TORCH_FILES = {
     ),
     "kernels": words(
         "compile_check.py four_bits.py fp8.py kv_format.py paged.py reference.py reference_invariant.py "
-        "triton/attention.py triton/attention_chunks.py triton/attention_decode.py "
-        "triton/four_bit_product.py triton/invariant.py triton/latent_attention.py triton/mlp.py triton/norm.py "
+        "triton/attention.py triton/attention_chunks.py triton/attention_decode.py triton/four_bit_product.py "
+        "triton/fp8_rows.py triton/invariant.py triton/latent_attention.py triton/mlp.py triton/norm.py "
         "triton/product.py triton/rotary.py triton/sampling.py"
     ),
 }

@@ -20,6 +20,7 @@ from trioserve_kernels.reference import (
 from trioserve_kernels.triton.attention_chunks import paged_chunks_
 from trioserve_kernels.triton.attention_decode import paged_decode_
 from trioserve_kernels.triton.four_bit_product import four_bit_product as four_bit_linear
+from trioserve_kernels.triton.fp8_rows import fp8_rows
 from trioserve_kernels.triton.latent_attention import paged_latents_
 from trioserve_kernels.triton.mlp import activate_and_mul, grouped_linear, weighted_sum
 from trioserve_kernels.triton.norm import add_rms_norm_, rms_norm
@@ -36,6 +37,7 @@ __all__ = [
     "choose_tokens",
     "clear_slots_",
     "four_bit_linear",
+    "fp8_rows",
     "gather_context",
     "grouped_linear",
     "linear",

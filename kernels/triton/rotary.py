@@ -1,4 +1,5 @@
-"""Rotates queries and keys (rotary embeddings) and writes keys and values into their slots, in one pass over a row.
+"""Normalizes and rotates queries and keys (rotary embeddings), and writes keys and values into their slots, in one pass
+over a row.
 
 Slots of 8 bits get the bytes that kv_format.py describes.
 """
@@ -12,13 +13,13 @@ from torch import Tensor
 from trioserve_kernels.kv_format import LARGEST, TINY
 from trioserve_kernels.triton.attention import kv_bytes
 
-__all__ = ["rotary_and_store_kv_", "rotary_store_kernel"]
+__all__ = ["eight_bit_codes", "rotary_and_store_kv_", "rotary_store_kernel"]
 
 HEAD_BLOCK = 8  # Number of heads of one program, usually with 8 x 128 numbers.
 
 
 @triton.jit
-def _codes(numbers, scales, KV_FORMAT: tl.constexpr):
+def eight_bit_codes(numbers, scales, KV_FORMAT: tl.constexpr):
     """Return codes of 8 bits, rounded to the nearest and to even, as uint8.
 
     Args:
@@ -47,6 +48,8 @@ def rotary_store_kernel(
     sin,
     slots_of_layer,
     slots,
+    norm_weight,
+    norm_eps,
     qkv_stride,
     slot_stride,
     HEADS: tl.constexpr,
@@ -54,6 +57,7 @@ def rotary_store_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
     TINY: tl.constexpr,
@@ -70,6 +74,19 @@ def rotary_store_kernel(
     second = first + HEAD_DIM // 2
     low = tl.load(first, mask=inside, other=0.0)
     high = tl.load(second, mask=inside, other=0.0)
+    if HAS_NORM:
+        # Both results are rounded to the dtype, as by separate operators.
+        weight = norm_weight + head * HEAD_DIM + half
+        weight_low = tl.load(weight, mask=rotated, other=0.0).to(tl.float32)
+        weight_high = tl.load(weight + HEAD_DIM // 2, mask=rotated, other=0.0).to(tl.float32)
+        exact_low = low.to(tl.float32)
+        exact_high = high.to(tl.float32)
+        mean = (tl.sum(exact_low * exact_low, 1) + tl.sum(exact_high * exact_high, 1)) / HEAD_DIM
+        factor = tl.rsqrt(mean + norm_eps)[:, None]
+        normed_low = ((exact_low * factor).to(low.dtype).to(tl.float32) * weight_low).to(low.dtype)
+        normed_high = ((exact_high * factor).to(low.dtype).to(tl.float32) * weight_high).to(low.dtype)
+        low = tl.where(rotated, normed_low, low)
+        high = tl.where(rotated, normed_high, high)
     angle = row * HEAD_DIM + half
     angles = half < HEAD_DIM // 2
     cos_low = tl.load(cos + angle, mask=angles, other=0.0).to(tl.float32)
@@ -105,8 +122,10 @@ def rotary_store_kernel(
         bits = tl.div_rn(most, tl.full([HEAD_BLOCK, 1], LARGEST, tl.float32)).to(tl.int32, bitcast=True)
         bits = tl.where(most <= TINY, 0, (bits + 0xFFFF) & -0x10000)
         scales = tl.where(is_finite, bits.to(tl.float32, bitcast=True), 0.0)
-        tl.store(target, _codes(tl.where(is_finite, kept_low, 0.0), scales, KV_FORMAT), mask=kept)
-        tl.store(target + HEAD_DIM // 2, _codes(tl.where(is_finite, kept_high, 0.0), scales, KV_FORMAT), mask=kept)
+        tl.store(target, eight_bit_codes(tl.where(is_finite, kept_low, 0.0), scales, KV_FORMAT), mask=kept)
+        tl.store(
+            target + HEAD_DIM // 2, eight_bit_codes(tl.where(is_finite, kept_high, 0.0), scales, KV_FORMAT), mask=kept
+        )
         bits = tl.where(is_finite, bits, 0x7FC00000)
         scale = slots_of_layer + slot * slot_stride + (head - HEADS) * head_size + HEAD_DIM
         is_kept = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
@@ -115,7 +134,13 @@ def rotary_store_kernel(
 
 
 def rotary_and_store_kv_(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots_of_layer: Tensor, slots: Tensor, kv_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots_of_layer: Tensor,
+    slots: Tensor,
+    kv_heads: int,
+    head_norm: tuple[Tensor, float] | None = None,
 ) -> None:
     rows, head_dim = qkv.shape[0], cos.shape[-1]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -130,6 +155,7 @@ def rotary_and_store_kv_(
             sin,
             numbers,
             slots,
+            *((qkv, 0.0) if head_norm is None else head_norm),
             qkv.stride(0),
             numbers.stride(0),
             HEADS=heads,
@@ -137,6 +163,7 @@ def rotary_and_store_kv_(
             HEAD_DIM=head_dim,
             HEAD_BLOCK=HEAD_BLOCK,
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            HAS_NORM=head_norm is not None,
             KV_FORMAT=kv_format,
             LARGEST=LARGEST.get(slots_of_layer.dtype, 0.0),
             TINY=TINY,

@@ -1,19 +1,17 @@
 """Tests of the work that a step of fixed shape launches, on torch's meta device.
 
-The meta device has shapes and no numbers, so any read by the host fails there. The kernels' own launches count as one
-operator each.
+The meta device has shapes and no numbers, so any read by the host fails there. Triton's kernels are counted instead of
+launched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.model import tiny_checkpoints
@@ -21,20 +19,55 @@ from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.layer_config import ExpertsConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.static_decode import StaticDecode
 from trioserve.model.torch_adapters import AdapterColumns
-from trioserve_kernels import reference_fused
+from trioserve_kernels import four_bits
+
+pytest.importorskip("triton", reason="triton is not installed (pip install trioserve[gpu])")
+from triton.runtime.jit import JITFunction
+
+from trioserve_kernels import triton
 
 META = torch.device("meta")
 # Operators that launch nothing: they make views or reserve memory.
-FREE = ("view", "reshape", "slice", "select.int", "transpose", "t.default", "empty", "split", "unsqueeze", "as_strided")
-FREE += ("expand", "permute", "unbind", "detach", "alias", "squeeze", "chunk", "narrow", "flatten", "lift_fresh")
+FREE = (
+    "new_empty",
+    "view",
+    "reshape",
+    "slice",
+    "select.int",
+    "transpose",
+    "t.default",
+    "empty",
+    "split",
+    "unsqueeze",
+    "as_strided",
+)
+FREE += (
+    "new_empty",
+    "expand",
+    "permute",
+    "unbind",
+    "detach",
+    "alias",
+    "squeeze",
+    "chunk",
+    "narrow",
+    "flatten",
+    "lift_fresh",
+)
+# Launches of a step before its first layer and after its last one.
+STEP_MAX = 6
+# Launches of one layer: four products, two norms, rotation with the KV write, attention, and activation.
+PLAIN = 9
 # Launches of the adapters of one layer: for each of four products, two launches and one for each of its matrices.
 ADAPTER_MAX = 15
-# Launches of one layer in plain torch, where some kernels are several operators. A mixture of experts has further ones.
-DENSE_MAX, LATENT_MAX, STATE_MAX, MIXTURE_MAX = 25, 36, 64, 24
-STREAMS_MAX = 112  # Gemma 3n computes several hidden states in parallel.
+# Most launches of a layer, with further norms and scales. A mixture of experts has further ones.
+DENSE_MAX, LATENT_MAX, STATE_MAX, MIXTURE_MAX = 18, 29, 55, 22
+SECTION_MAX = 12  # launches of a step that find the section of each decode
+STREAMS_MAX = 105  # Gemma 3n computes several hidden states in parallel.
 
 
 def layer_max(config: ModelConfig) -> int:
@@ -46,7 +79,7 @@ def layer_max(config: ModelConfig) -> int:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that launch work."""
+    """Counts operators that launch work, and Triton's kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,45 +90,44 @@ class Launches(TorchDispatchMode):
         self.count += not name.startswith(FREE)
         return func(*args, **(kwargs or {}))
 
+    def __enter__(self) -> Self:
+        self._launch = JITFunction.run
+        JITFunction.run = lambda *_arguments, **_options: self._note()
+        return super().__enter__()
 
-def one_operator(*arguments: Any, **options: Any) -> None:
-    arguments[0].zero_()
+    def __exit__(self, *error: Any) -> None:
+        JITFunction.run = self._launch
+        super().__exit__(*error)
 
-
-def choose_tokens(scores: Tensor, *_: Any) -> Tensor:
-    return scores.new_zeros(2, scores.shape[0], dtype=torch.int64)
-
-
-def grouped_linear(values: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
-    return values.new_zeros(values.shape[0], weight.shape[1])
-
-
-def weighted_sum(products: Tensor, weights: Tensor) -> Tensor:
-    return products.new_zeros(products.shape[0], products.shape[2])
+    def _note(self) -> None:
+        self.count += 1
 
 
-KERNELS: Any = SimpleNamespace(
-    **{
-        **{name: getattr(reference_fused, name) for name in reference_fused.__all__},
-        "paged_decode_": one_operator,
-        "paged_chunks_": one_operator,
-        "paged_latents_": one_operator,
-        "grouped_linear": grouped_linear,
-        "weighted_sum": weighted_sum,
-        "choose_tokens": choose_tokens,
-    }
-)
-
-
-def launches(path: Path, rows: int, *, has_prompt: bool = False, has_adapters: bool = False) -> tuple[int, int]:
+def launches(
+    path: Path, rows: int, *, has_prompt: bool = False, has_adapters: bool = False, block_type: str | None = None
+) -> tuple[int, int]:
     """Return the launches of a step of fixed shape, and the number of layers. Fail if the host reads.
 
-    With has_prompt, the step has tables for prompts beside decodes. With has_adapters, rows may use adapters.
+    With has_prompt, the step has tables for prompts beside decodes. With has_adapters, rows may use adapters. With
+    block_type, all matrices that may be quantized have this type.
     """
     config = open_checkpoint(path).config
-    model = Decoder(config, KERNELS, dtype=torch.bfloat16, device=META)
+    kernels: Any = triton
+    types = {}
+    if block_type is not None:
+        plain = Decoder(config, kernels, dtype=torch.bfloat16, device=META)
+        types = {slot.name: block_type for slot in plain.slots() if len(slot.shape) == 2}
+    model = Decoder(config, kernels, dtype=torch.bfloat16, device=META, block_types=types)
+    quantized_count = 0
     for slot in model.slots():
-        slot.fill(torch.empty(slot.shape, dtype=slot.dtype, device=META))
+        if slot.fill_blocks is None or block_type is None:
+            slot.fill(torch.empty(slot.shape, dtype=slot.dtype, device=META))
+            continue
+        outputs, inputs = slot.shape
+        row_bytes = inputs + 4 if block_type == FP8_ROWS else four_bits.kept_bytes(block_type, inputs)
+        slot.fill_blocks(torch.empty(outputs, row_bytes, dtype=torch.uint8, device=META))
+        quantized_count += 1
+    assert bool(quantized_count) == (block_type is not None)
     storage: Any = KVStorage(
         config,
         block_count=40,
@@ -137,18 +169,39 @@ def test_host_reads_nothing_in_a_step_and_launches_do_not_depend_on_the_rows(
 ) -> None:
     path = tiny_checkpoint(kind)
     config = open_checkpoint(path).config
-    if config.sections:
-        pytest.skip("the host computes which tokens attention in sections reads, so its steps have no fixed shape")
     few, layers = launches(path, 2)
     many, _ = launches(path, 64)
     assert few == many
-    assert few < 16 + layers * layer_max(config)
+    assert few <= STEP_MAX + SECTION_MAX * bool(config.sections) + layers * layer_max(config)
     with_adapters, _ = launches(path, 2, has_adapters=True)
     assert with_adapters <= few + 1 + ADAPTER_MAX * layers
-    if config.state_bytes:
-        return  # Prompts of models with states have no steps of fixed shape.
+    if config.state_bytes or config.sections:
+        return  # Prompts of these models have no steps of fixed shape.
     with_prompt, _ = launches(path, 2, has_prompt=True)
     assert with_prompt <= few + 2 * layers  # Zeros for rows without a sequence, and the attention of chunks.
+
+
+@pytest.mark.parametrize("kind", ("llama", "mistral", "qwen2", "qwen3"))
+def test_plain_layer_has_nine_launches(kind: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    count, layers = launches(tiny_checkpoint(kind), 2)
+    assert count == STEP_MAX + PLAIN * layers
+
+
+@pytest.mark.parametrize("kind, block_type", (("llama", "Q4_0"), ("llama", "Q4_F32"), ("gpt-oss", "MXFP4")))
+def test_four_bit_weights_need_no_further_launches(
+    kind: str, block_type: str, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(kind)
+    plain = launches(path, 2)
+    monkeypatch.setattr(
+        four_bits, "_repeats", lambda _numbers, count: count == 1
+    )  # It reads the weights when they are loaded.
+    assert launches(path, 2, block_type=block_type) == plain
+
+
+def test_fp8_weights_need_one_further_launch_for_each_product(tiny_checkpoint: Callable[..., Path]) -> None:
+    count, layers = launches(tiny_checkpoint("llama"), 2, block_type=FP8_ROWS)
+    assert count == STEP_MAX + (PLAIN + 4) * layers
 
 
 def test_torch_has_a_grouped_product_without_reads(

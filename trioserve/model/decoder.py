@@ -126,8 +126,11 @@ class _Attention:
         kernels, attention = self._kernels, self._config
         qkv = self._qkv(normed, step.adapters)
         queries = qkv[:, : attention.query_size]
+        head_norm = None
         if self._head_norms is not None:
-            self._head_norms(qkv)
+            head_norm = self._head_norms.in_rotation if shared is None else None
+            if head_norm is None:
+                self._head_norms(qkv)
         if shared is not None:
             keys_values = shared
             kernels.rotary_(queries.view(len(queries), -1, attention.head_dim), *angles)
@@ -136,8 +139,8 @@ class _Attention:
             if attention.has_value_norm:
                 values = keys_values[:, attention.key_size :].view(len(qkv), -1, attention.head_dim)
                 values.copy_(kernels.rms_norm(values, None, self._norm_eps))
-            # Queries and keys are adjacent in memory, so one call rotates both in place.
-            kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count)
+            # Queries and keys are adjacent in memory, so one call normalizes and rotates both in place.
+            kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count, head_norm)
         if attention.query_factor != 1.0:
             queries.mul_(attention.query_factor)
         if attention.temperature is not None:

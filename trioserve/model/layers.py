@@ -21,7 +21,7 @@ from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
-from trioserve_kernels.fp8 import Fp8Weight, fp8_linear, fp8_weight_of_blocks, join_fp8
+from trioserve_kernels.fp8 import Fp8Weight, fp8_linear, fp8_rows, fp8_weight_of_blocks, join_fp8
 
 __all__ = [
     "RankVocabulary",
@@ -121,6 +121,7 @@ class Linear:
         block_type: str | None = None,
     ) -> None:
         self._block_type = block_type
+        self._fp8_rows = fp8_rows if kernels is None else kernels.fp8_rows
         self._four_bit_linear = reference.four_bit_linear if kernels is None else kernels.four_bit_linear
         self._four_bit_parts: dict[str, FourBitWeight] = {}
         self._fp8_parts: dict[str, Fp8Weight] = {}
@@ -179,7 +180,7 @@ class Linear:
             [n, out].
         """
         if isinstance(self._blocks, Fp8Weight):
-            outputs = fp8_linear(values, self._blocks, self._bias)
+            outputs = fp8_linear(values, self._blocks, self._bias, self._fp8_rows)
         elif self._blocks is not None:
             outputs = self._four_bit_linear(values, self._blocks, self._bias)
         else:
@@ -380,6 +381,11 @@ class HeadNorms:
         for name, place in self._places.items() if self._has_weights else ():
             rows = place.view(-1, self._head_dim) if self._is_shared else place
             yield TensorSlot(name, tuple(rows.shape[-1:]), place.dtype, rows.copy_)
+
+    @property
+    def in_rotation(self) -> tuple[Tensor, float] | None:
+        """Weight and eps for rotary_and_store_kv_. None if that kernel cannot compute this norm."""
+        return (self._weights, self._eps) if self._is_by_head and self._has_weights and self._kind == "rms" else None
 
     def __call__(self, qkv: Tensor) -> None:
         """Normalize queries and keys in place.

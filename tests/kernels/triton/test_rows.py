@@ -48,8 +48,10 @@ def test_residual_sum_is_computed_before_the_norm(
     assert torch.equal(hidden, before)
 
 
+@pytest.mark.parametrize("has_norm", (False, True))
 @pytest.mark.parametrize("head_dim, heads, kv_heads", ((64, 9, 3), (80, 2, 2), (96, 8, 1), (128, 4, 2)))
 def test_rotary_rotates_heads_and_writes_keys_and_values(
+    has_norm: bool,
     head_dim: int,
     heads: int,
     kv_heads: int,
@@ -63,9 +65,12 @@ def test_rotary_rotates_heads_and_writes_keys_and_values(
     slots = torch.tensor([9, 0, 6], device=device)
     cache = numbers(12, 2 * kv_heads * head_dim, dtype=dtype, seed=3)
     wanted, wanted_cache = qkv.double(), cache.double()
-    reference.rotary_and_store_kv_(wanted, cos.double(), sin.double(), wanted_cache, slots, kv_heads)
+    weight = numbers((heads + kv_heads) * head_dim, dtype=dtype, seed=4) * 0.1  # Norms round twice more.
+    norm = (weight, 1e-2) if has_norm else None
+    exact_norm = (weight.double(), 1e-2) if has_norm else None
+    reference.rotary_and_store_kv_(wanted, cos.double(), sin.double(), wanted_cache, slots, kv_heads, exact_norm)
     before = cache.clone()
-    triton.rotary_and_store_kv_(qkv, cos, sin, cache, slots, kv_heads)
+    triton.rotary_and_store_kv_(qkv, cos, sin, cache, slots, kv_heads, norm)
     check_close(qkv, wanted)
     check_close(cache, wanted_cache)
     assert torch.equal(cache[slots], qkv[:, heads * head_dim :])
@@ -97,6 +102,26 @@ def test_writes_of_8_bits_equal_the_format(kv_format: str, numbers: Callable[...
             bytes_of_head[head][-2:] = 0
     assert torch.equal(got, wanted)
     assert cache[[0, 10, 11]].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("columns", (16, 96, 9000))
+def test_rows_in_fp8_have_the_codes_of_the_reference(
+    columns: int, dtype: torch.dtype, numbers: Callable[..., Tensor], device: str
+) -> None:
+    """Use rows of different sizes, with zeros, infinity and NaN."""
+    values = numbers(7, 2 * columns, dtype=torch.float32)[:, :columns]
+    values *= torch.logspace(-4, 4, 7, device=device)[:, None]
+    values[1] = 0.0
+    values[2, 3] = float("nan")
+    values[4, columns - 1] = -float("inf")
+    values = values.to(dtype)
+    codes, scales = triton.fp8_rows(values)
+    wanted, wanted_scales = reference.fp8_rows(values)
+    finite = [0, 1, 3, 5, 6]
+    assert torch.equal(codes[finite].view(torch.uint8), wanted[finite].view(torch.uint8))
+    assert torch.equal(scales[finite], wanted_scales[finite])
+    for row in (2, 4):
+        assert (codes[row].float() * scales[row]).isnan().all()
 
 
 @pytest.mark.parametrize("columns", (10, 1025))

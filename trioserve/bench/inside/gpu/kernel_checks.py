@@ -67,10 +67,14 @@ def _check_heads(part: Part, head_dim: int, heads: int, kv_heads: int, dtype: to
     cos, sin = part.numbers(20, 1, head_dim, dtype=dtype), part.numbers(20, 1, head_dim, dtype=dtype)
     cache = part.numbers(64, 2 * kv_heads * head_dim, dtype=dtype)
     slots = torch.randperm(64, device=part.device)[:20]
-    wanted, wanted_cache = qkv.double(), cache.double()
-    reference.rotary_and_store_kv_(wanted, cos.double(), sin.double(), wanted_cache, slots, kv_heads)
-    kernels.rotary_and_store_kv_(qkv, cos, sin, cache, slots, kv_heads)
-    part.compare(f"rotary_and_store_kv_, {shape}", max(_error(qkv, wanted), _error(cache, wanted_cache)), tolerance)
+    norm = part.numbers((heads + kv_heads) * head_dim, dtype=dtype) * 0.1  # Norms round twice more.
+    for has_norm in (False, True):
+        turned, kept, wanted, wanted_cache = qkv.clone(), cache.clone(), qkv.double(), cache.double()
+        exact_norm = (norm.double(), 1e-5) if has_norm else None
+        reference.rotary_and_store_kv_(wanted, cos.double(), sin.double(), wanted_cache, slots, kv_heads, exact_norm)
+        kernels.rotary_and_store_kv_(turned, cos, sin, kept, slots, kv_heads, (norm, 1e-5) if has_norm else None)
+        name = f"rotary_and_store_kv_, {shape}{', norms' if has_norm else ''}"
+        part.compare(name, max(_error(turned, wanted), _error(kept, wanted_cache)), tolerance)
     case = PagedCase.random(part, CONTEXTS, kv_heads, head_dim, dtype)
     exact = case.pages.double()
     starts, tiles = tiles_of(COUNTS, heads // kv_heads, part.device)
