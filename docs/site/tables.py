@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import typing
 from collections.abc import Callable, Iterable
@@ -31,6 +32,9 @@ from trioserve.config import Config
 from trioserve.contracts import errors
 from trioserve.metrics.metric import Metric, Question
 from trioserve.metrics.registry import CATALOGUE
+from trioserve.model.families.registry import FAMILIES
+from trioserve.model.loading.encoder_directory import ENCODER_CLASSES
+from trioserve.model.loading.vision_part import VISION_CLASSES
 from trioserve.options.option import in_python, options_of
 from trioserve.options.router import RouterOptions
 from trioserve.options.server import ServerOptions
@@ -45,6 +49,8 @@ ALERTS = Path(__file__).parents[2] / "examples" / "observability" / "prometheus"
 
 PRODUCT = Path(trioserve.__file__).parent
 REFUSALS = ("Overloaded", "Draining", "StepOverdue", "EngineReopening", "NoEndpoint")
+
+SERVED = ("served", "served for texts only", "not yet")
 
 ENGINE_MEMBERS = (
     *("model", "ready", "generate", "abort", "live_requests", "encode", "decode", "stats", "load", "drain"),
@@ -276,6 +282,38 @@ def support_table() -> str:
     return _table(*support.support_rows())
 
 
+def vllm_table(kind: str) -> str:
+    """Return a table of the model classes that vLLM serves, and whether trioserve serves them.
+
+    Args:
+        kind: "count" for the numbers, or a kind of classes in vllm_models.json.
+    """
+    listed: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_models.json").read_text(encoding="utf-8"))
+    kinds = {"text": "text", "multimodal": "images, audio or video", "pooling": "embeddings, scores"}
+    if kind != "count":
+        return _table(("class", "trioserve"), [(f"`{name}`", _served(name)) for name in listed[kind]])
+    states = {name: [_served(found) for found in listed[name]] for name in kinds}
+    rows = [
+        (words, *(str(states[name].count(state)) for state in SERVED), str(len(states[name])))
+        for name, words in kinds.items()
+    ]
+    table = _table(("classes for", *SERVED, "all"), rows)
+    return f"The classes are those of `{listed['source']}` in vLLM's {listed['version']}.\n\n{table}"
+
+
+def _served(name: str) -> str:
+    """Return the entry of SERVED for a class of config.json's `architectures`."""
+    whole, texts, none = SERVED
+    if name in (*VISION_CLASSES, *ENCODER_CLASSES):
+        return whole
+    for family in FAMILIES:
+        if name in (*family.classes, *family.headless_classes):
+            return whole
+        if name in family.with_images:
+            return texts
+    return none
+
+
 def name_table(module_name: str) -> str:
     """Return a table of the public names of a module, with the first sentence of each docstring.
 
@@ -404,6 +442,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "exceptions": exception_table,
     "refusals": refusal_table,
     "support": support_table,
+    "vllm-counts": lambda: vllm_table("count"),
+    **{f"vllm-{kind}": partial(vllm_table, kind) for kind in ("text", "multimodal", "pooling")},
     "names-of-trioserve": lambda: name_table("trioserve"),
     "names-of-the-kit": lambda: name_table("trioserve.testing"),
     "names-of-the-engine": lambda: _member_table(*_engine_classes()),
