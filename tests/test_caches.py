@@ -90,6 +90,8 @@ CACHES = {
     ("core/block_holds.py", "_ended"): NOT_A_CACHE,
     ("core/eviction_order.py", "_kept"): NOT_A_CACHE,
     ("core/eviction_order.py", "_recent"): NOT_A_CACHE,
+    ("core/prefetches.py", "_last_turns"): NOT_A_CACHE,
+    ("core/prefetches.py", "continuing"): NOT_A_CACHE,
     ("core/sessions.py", "_sessions"): NOT_A_CACHE,
     ("core/sessions.py", "_shares"): NOT_A_CACHE,
     ("core/transfers.py", "_pending"): NOT_A_CACHE,

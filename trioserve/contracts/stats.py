@@ -8,7 +8,7 @@ import msgspec
 
 from trioserve.contracts.kv_transfer import TransferFault
 
-__all__ = ["EngineStats", "EvictionClass"]
+__all__ = ["EngineStats", "EvictionClass", "PrefetchResult"]
 
 
 class EvictionClass(enum.Enum):
@@ -17,6 +17,17 @@ class EvictionClass(enum.Enum):
     ENDED = "ended"  # A block of a session that has ended.
     RECENCY = "recency"  # No session retained it, and it was used least recently.
     RETAINED = "retained"  # A session retained it, but its value was the lowest.
+
+
+class PrefetchResult(enum.Enum):
+    """How the prefetch of a session's blocks ended."""
+
+    LOADED = "loaded"  # Blocks arrived before the next turn, or while it waited for them.
+    NOT_NEEDED = "not_needed"  # The prefix cache had the blocks, or the connector had none of the lacking ones.
+    LATE = "late"  # The next turn arrived before the prefetch started.
+    NO_ROOM = "no_room"  # Requests waited, or there were no spare blocks.
+    CANCELLED = "cancelled"  # The session ended, a request needed the blocks, or the engine was paused.
+    FAILED = "failed"  # The load failed or took too long.
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +72,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
             engine would have computed them again.
         turns_deferred_total: Cold turns of sessions that waited, so that other sessions kept their blocks.
         evictions_total: Evicted blocks by the class that they had in the eviction order.
+        session_prefetches_total: Prefetches of waiting sessions by result.
+        session_prefetched_tokens_total: Tokens that these prefetches loaded.
     """
 
     running_count: int
@@ -96,6 +109,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     spared_tokens_total: int = 0
     turns_deferred_total: int = 0
     evictions_total: dict[EvictionClass, int] = {}
+    session_prefetches_total: dict[PrefetchResult, int] = {}
+    session_prefetched_tokens_total: int = 0
 
     @property
     def kv_usage(self) -> float:

@@ -43,6 +43,7 @@ from trioserve.core.block_holds import Hold
 from trioserve.core.guided_steps import GuidedSteps, take_token
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.live_request import LiveRequest
+from trioserve.core.prefetches import Prefetches
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.request_table import RequestTable
@@ -91,9 +92,9 @@ class EngineCore:
         self.transfers = None if connector is None else Transfers(settings, self.pool, connector)
         self.has_connector = connector is not None
         self.sessions = Sessions(settings, self.pool)
-        self.scheduler = Scheduler(
-            settings, self.pool, self.cache, self.sessions, None if self.transfers is None else self.transfers.loads
-        )
+        self.prefetches = Prefetches(settings, self.pool, self.cache, self.sessions, self.transfers)
+        loads = None if self.transfers is None else self.transfers.loads
+        self.scheduler = Scheduler(settings, self.pool, self.cache, self.sessions, self.prefetches, loads)
         self.flights = StepsInFlight[StepPlan, LiveRequest]()
         self._guided = GuidedSteps(mask_maker)
         self._live = RequestTable[LiveRequest](self.flights, self._finish, self._abort_after_finish)
@@ -142,6 +143,7 @@ class EngineCore:
             )
         live = LiveRequest(request, self._live.arrivals_total)
         live.session = self.sessions.join(request)
+        self.prefetches.note_turn(live)
         self._live.add(live)
         self.scheduler.waiting.add(live)
 
@@ -195,10 +197,14 @@ class EngineCore:
             session: id of any session.
             seconds: expected time until the next turn, at least 0 and at most the session's idle_seconds. Other values
                 are limited. The preference for the session's blocks starts again, and lasts for this time plus
-                idle_seconds.
+                idle_seconds. With session_prefetch, the session's evicted blocks are loaded shortly before this time.
             now: time in seconds.
         """
-        self.sessions.hint(session, seconds, now)
+        seconds = self.sessions.hint(session, seconds, now)
+        hinted = self.sessions.get(session)
+        if hinted is not None:
+            self.prefetches.expect(session, hinted, now + seconds, now)
+            self._start_prefetches(now)
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step. No step may be in flight.
@@ -366,6 +372,7 @@ class EngineCore:
         """
         assert not self.flights, "a step in flight reads the blocks"
         if self.transfers is not None:
+            self.prefetches.cancel_all(now)
             for live in self.transfers.give_up_loads(now):
                 self.scheduler.start_over(live)
         return self.scheduler.preempt_all()
@@ -387,6 +394,7 @@ class EngineCore:
             salt_of: returns the cache salt for the blocks that a live request computes from now on.
         """
         assert not self.flights, "a step is in flight, and its weights are ambiguous"
+        self.prefetches.forget_turns()
         for live in self._live.values():
             request_id = live.request.id
             if live.blocks:
@@ -432,15 +440,22 @@ class EngineCore:
         if self.scheduler.deferred.turns:
             self.sessions.advance(now)
             self.scheduler.deferred.expire(now)
-        return [] if self.transfers is None else self._resume_without_kv(self.transfers.expire(now), now)
+        if self.transfers is None:
+            return []
+        if self.prefetches.is_on:
+            self._start_prefetches(now)  # Before the deadlines, because a load that cannot start is overdue at once.
+        return self._resume_without_kv(self.transfers.expire(now), now)
 
     def next_deadline(self) -> float | None:
         """Return the time at which expire() and schedule() must be called, unless the connector's report comes first.
 
         Returns:
-            The time in seconds. None if no hold and no load is pending, and no turn is deferred.
+            The time in seconds. None if no hold and no load is pending, no turn is deferred and no prefetch is planned.
         """
         deadline = None if self.transfers is None else self.transfers.next_deadline()
+        starts_at = self.prefetches.next_start() if self.prefetches.is_on else None
+        if starts_at is not None:
+            deadline = starts_at if deadline is None else min(deadline, starts_at)
         if not self.scheduler.deferred.turns:
             return deadline
         # A deferral also ends when no session is expected any more.
@@ -539,6 +554,8 @@ class EngineCore:
             spared_tokens_total=self.pool.order.spared_hits_total * self.settings.block_size,
             turns_deferred_total=self.scheduler.deferred.total,
             evictions_total=dict(self.pool.order.evictions_total),
+            session_prefetches_total=dict(self.prefetches.results_total),
+            session_prefetched_tokens_total=self.prefetches.tokens_total,
         )
 
     def prompt_saved(self, request_id: RequestId) -> tuple[int, int]:
@@ -740,6 +757,12 @@ class EngineCore:
         else:
             self.transfers.aborted_after_finish(request_id)
 
+    def _start_prefetches(self, now: float) -> None:
+        starts_at = self.prefetches.next_start()
+        if starts_at is not None and starts_at <= now:
+            self.sessions.advance(now)  # Blocks of sessions that were idle for too long are spare.
+            self.prefetches.start_due(now, has_waiting=len(self._live) > len(self.scheduler.running))
+
     def _resume_without_kv(self, unserved: list[Unserved], now: float) -> list[EngineEvent]:
         events: list[EngineEvent] = []
         for live, message in unserved:
@@ -798,6 +821,7 @@ class EngineCore:
             Parameters with which another engine can read the held blocks.
         """
         assert live.steps_in_flight == 0, f"{live.request.id} is read by a step"
+        self.prefetches.note_turn_end(live, reason)
         kv_transfer = None if self.transfers is None else self.transfers.request_ends(live, reason, now)
         self.scheduler.release(live)
         if live.session is not None:

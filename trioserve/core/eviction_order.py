@@ -249,7 +249,16 @@ class EvictionOrder:
 
     def evict(self) -> BlockIndex:
         """Remove and return the first cached block. There must be a cached block."""
-        block, used_at, kind = self._pop_first()
+        return self._evicted(*self._pop_first())
+
+    def evict_unretained(self) -> BlockIndex:
+        """Remove and return the first cached block that no chain lists. There must be one."""
+        if self._ended:
+            return self._evicted(*self._ended.popitem(), EvictionClass.ENDED)
+        stamp = self._first_stamp()
+        return self._evicted(self._pop_unretained(), stamp, EvictionClass.RECENCY)
+
+    def _evicted(self, block: BlockIndex, used_at: float, kind: EvictionClass) -> BlockIndex:
         self._was_hit[block] = False
         self.evictions_total[kind] += 1
         if self._kept:

@@ -80,26 +80,40 @@ class BlockPool:
         """Return the number of blocks that allocate() can return. These are the free and the cached blocks."""
         return len(self._free) + len(self.order)
 
+    @property
+    def spare_count(self) -> int:
+        """Return the number of spare blocks: the free ones, and the cached ones that no session retains."""
+        return self.available_count - self.order.retained_count
+
+    def spare_count_of(self, blocks: Iterable[BlockIndex]) -> int:
+        """Return how many of the given blocks count as spare.
+
+        Args:
+            blocks: blocks that have entries in the prefix cache.
+        """
+        return sum(1 for block in blocks if self.is_idle(block) and not self.order.is_listed(block))
+
     def user_count(self, block: BlockIndex) -> int:
         return self._claim_counts[block] - self._hold_counts.get(block, 0)
 
     def hold_count(self, block: BlockIndex) -> int:
         return self._hold_counts.get(block, 0)
 
-    def allocate(self, count: int, owner: int = 0) -> list[BlockIndex]:
+    def allocate(self, count: int, owner: int = 0, *, is_spare: bool = False) -> list[BlockIndex]:
         """Allocate blocks with one user each. If no block is free, evict cached blocks.
 
         Args:
-            count: 0 to available_count.
+            count: 0 to available_count, or to spare_count if is_spare is True.
             owner: serial number of the user's session. 0 without a session.
+            is_spare: True to evict only blocks that no session retains.
         """
-        assert 0 <= count <= self.available_count
+        assert 0 <= count <= (self.spare_count if is_spare else self.available_count)
         blocks = []
         for _ in range(count):
             if self._free:
                 block = self._free.pop()
             else:
-                block = self.order.evict()
+                block = self.order.evict_unretained() if is_spare else self.order.evict()
                 self._published[block] = False
                 self.on_evict(block)
             assert self._claim_counts[block] == 0

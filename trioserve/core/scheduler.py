@@ -39,6 +39,7 @@ from trioserve.core.drafting import Drafter, ModelDraft
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.live_request import LiveRequest
 from trioserve.core.model_drafts import ModelDrafts
+from trioserve.core.prefetches import Prefetches
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.core.prompt_pace import PromptPace
 from trioserve.core.request_state import RequestStatus
@@ -60,6 +61,7 @@ class Scheduler:
         pool: the pool that owns the blocks.
         cache: the prefix cache.
         sessions: the open sessions.
+        prefetches: loads for sessions that wait for their next turn.
         loads: loads of KV from other engines. None if the engine has no connector.
     """
 
@@ -69,12 +71,14 @@ class Scheduler:
         pool: BlockPool,
         cache: PrefixCache,
         sessions: Sessions,
+        prefetches: Prefetches,
         loads: RemoteLoads | None = None,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._cache = cache
         self._sessions = sessions
+        self._prefetches = prefetches
         self._loads = loads
         self.states = StateSlots.made(settings, cache)
         self.step_tokens_max = settings.step_tokens_max
@@ -101,11 +105,11 @@ class Scheduler:
         planned: dict[RequestId, int] = {}  # Number of tokens in each chunk.
         preempted: list[LiveRequest] = []
         prompts = _PromptTokens(self, planned)
-        budget = self._plan_running(planned, preempted, prompts)
+        budget = self._plan_running(planned, preempted, prompts, now)
         if not planned and self.running:
             # Prompts were left out for the decodes, which then all preempted themselves. So plan the prompts.
             prompts = _PromptTokens(self, planned)
-            budget = self._plan_running(planned, preempted, prompts)
+            budget = self._plan_running(planned, preempted, prompts, now)
         if self._settings.steps_apart:
             self._rotate_running(planned)
 
@@ -132,13 +136,16 @@ class Scheduler:
                 self.model_drafts.add_tasks(chunks, lives, has_waiting=has_waiting)
         return chunks, lives, admitted, [live.request.id for live in preempted]
 
-    def _plan_running(self, planned: dict[RequestId, int], preempted: list[LiveRequest], prompts: _PromptTokens) -> int:
+    def _plan_running(
+        self, planned: dict[RequestId, int], preempted: list[LiveRequest], prompts: _PromptTokens, now: float
+    ) -> int:
         """Plan chunks for running requests until the budget is used. Preempt other requests if blocks are needed.
 
         Args:
             planned: receives the token count of each chunk.
             preempted: receives requests that lost their blocks.
             prompts: limits the tokens of prompts.
+            now: time in seconds.
 
         Returns:
             The number of tokens that remain in the budget.
@@ -160,7 +167,7 @@ class Scheduler:
                     continue
             # This is true for about one of block_size decodes.
             if live.computed_count + count > len(live.blocks) * block_size:
-                budget += self._make_room(live, count, planned, preempted)
+                budget += self._make_room(live, count, planned, preempted, now)
                 if live.status is not RequestStatus.RUNNING:
                     continue  # The request was last in the queue, so it preempted itself.
                 self._extend(live, live.computed_count + count)
@@ -368,11 +375,11 @@ class Scheduler:
             self.running[request_id] = self.running.pop(request_id)
 
     def _make_room(
-        self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest]
+        self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest], now: float
     ) -> int:
         """Preempt the last requests of the queue until `live` can compute `count` tokens.
 
-        If `live` becomes the last request in the queue, it is preempted, too.
+        Before that, cancel all prefetches. If `live` becomes the last request in the queue, it is preempted, too.
 
         Returns:
             Number of budget tokens that were planned for the preempted requests and are now unused.
@@ -380,6 +387,8 @@ class Scheduler:
         budget_back = 0
         needed = self._settings.blocks_for(live.computed_count + count) - len(live.blocks) - len(live.reserved_blocks)
         while needed > self._pool.available_count:
+            if self._prefetches.cancel_all(now):
+                continue
             victim = max(self.running.values(), key=lambda other: other.order)
             budget_back += planned.pop(victim.request.id, 0)
             self._preempt(victim)
@@ -489,7 +498,8 @@ class Scheduler:
         starts without being able to finish. With a sliding window, there must be space for the blocks that it owns at
         one time. A request is also passed over if another request computes its next block in this step (a shared
         prefix, or n choices). After the step, that block is a hit. A request whose KV can be loaded gets its blocks and
-        waits for the load, without a batch slot. It is passed over while max_num_seqs loads are pending.
+        waits for the load, without a batch slot. It is passed over while max_num_seqs loads are pending, and while its
+        session's prefetch loads its prefix. A request that lacks blocks cancels all prefetches.
 
         Beside decodes, a request starts with one token if other prompts use all tokens that the decodes allow. So it
         gets its batch slot at once, and the next step divides the tokens among all prompts.
@@ -576,6 +586,10 @@ class Scheduler:
         if live.wants_load and self._loading_is_full():
             admission.passed_count += 1
             return True
+        if self._prefetches.is_awaited_by(live):
+            self.deferred.discard(live)
+            admission.passed_count += 1
+            return True
         # The full check is expensive, so repeat it only if no other chunk is planned.
         # blocks_wanted may be too high, because other requests may now use blocks that this request could share.
         if admission.planned and live.blocks_wanted > self._pool.available_count:
@@ -586,6 +600,8 @@ class Scheduler:
             admission.free_seqs -= 1  # Passed-over requests count, too. This limits how many requests are considered.
             return True
         fits = self._fits(live, hit_blocks)
+        if not fits and self._prefetches.cancel_all(now):
+            fits = self._fits(live, hit_blocks)
         load_count = self._loadable_count(live, hit_blocks) if fits else 0
         if live.session is not None and self._defer(live, live.session, hit_blocks, load_count, now):
             live.chain.restart()

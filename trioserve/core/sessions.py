@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from trioserve.contracts.ids import BlockIndex
@@ -96,6 +96,7 @@ class Sessions:
     Attributes:
         hits_total: requests of sessions that started with tokens from the prefix cache.
         hit_tokens_total: prompt tokens of these requests that were found there.
+        on_close: called with each session that ends or is forgotten, while it still retains its blocks.
 
     Cost:
         O(log sessions) for each call, plus O(log blocks) for each block that a session ceases to retain.
@@ -115,6 +116,7 @@ class Sessions:
         self._serials = itertools.count(1)
         self._expiries: list[tuple[float, int, Session]] = []
         self.active_count = 0
+        self.on_close: Callable[[Session], None] = lambda session: None
         self.hits_total = 0
         self.hit_tokens_total = 0
 
@@ -202,13 +204,16 @@ class Sessions:
             dropped = self._drop_chains(session)
             self._order.evict_soon(self._own_blocks(session, reversed(dropped)))
 
-    def hint(self, session_id: str, seconds: float, now: float) -> None:
+    def hint(self, session_id: str, seconds: float, now: float) -> float:
         """Note that the next turn of a session is expected.
 
         Args:
             session_id: id of any session. Nothing happens if it is not open.
             seconds: expected time until the next turn. Limited to 0 and the session's idle_seconds.
             now: time in seconds.
+
+        Returns:
+            The limited time until the next turn.
         """
         self.advance(now)
         session = self._sessions.get(session_id)
@@ -216,6 +221,7 @@ class Sessions:
             seconds = min(max(seconds, 0.0), session.retention.idle_seconds)
             self._sessions.move_to_end(session_id)
             self._start_wait(session, seconds)
+        return seconds
 
     # --- Requests ---
 
@@ -289,6 +295,28 @@ class Sessions:
         self._pool.release(blocks)
         if not session.is_open and self._is_retaining:
             self._order.evict_soon(self._own_blocks(session, blocks))
+
+    def keep(self, session: Session, blocks: Sequence[BlockIndex]) -> None:
+        """Release blocks that were loaded for the next turn. Their session retains those that are published.
+
+        No other session loses a block for them: the session retains as many as the share of its tenant has room for.
+
+        Args:
+            session: a session. It retains nothing if it has ended, or if its preference is over.
+            blocks: consecutive blocks, the first block of the prefix first.
+        """
+        if session.is_open and self._is_retaining and (session.live_count or session.expires_at > self._order.now):
+            was_expected = session.is_expected
+            self._expect(session, is_expected=False)
+            room, kept = self._blocks_max - session.share.block_count, []
+            for block in filter(self._pool.is_published, blocks):
+                room -= not self._order.is_listed(block)
+                if room < 0:
+                    break
+                kept.append(block)
+            self._retain(session, self._order.listings(kept))
+            self._expect(session, is_expected=was_expected)
+        self._pool.release(blocks)
 
     # --- Chains ---
 
@@ -385,6 +413,7 @@ class Sessions:
     def _close(self, session: Session) -> None:
         self._expect(session, is_expected=False)
         session.is_open = False
+        self.on_close(session)
         self.active_count -= bool(session.live_count)
 
     def _forget_one(self) -> None:

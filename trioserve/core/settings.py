@@ -99,6 +99,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             Blocks above this limit are evicted by recency.
         cold_turn_seconds: highest number of seconds for which a cold turn of a session waits before it may evict the
             blocks of sessions that are expected to return soon (DeferredTurns). 0: cold turns do not wait.
+        session_prefetch: True to load the evicted blocks of a waiting session before its next turn, if a hint names its
+            time and the connector has the blocks. It has no effect with a sliding window.
         keeps_kv: False for an encoder, which attends to all prompt tokens at once and stores no KV. Then requests have
             no blocks, block_count may be 0, and every request is pooled and computed in one step.
         state_slot_count: number of slots for layers that store one state per sequence instead of KV per token. Each
@@ -137,6 +139,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     sessions_max: int = 8192
     session_share_max: float = 0.75
     cold_turn_seconds: float = 5.0
+    session_prefetch: bool = False
     keeps_kv: bool = True
     state_slot_count: int = 0
     snapshot_slot_count: int = 0

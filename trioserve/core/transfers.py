@@ -27,6 +27,7 @@ requests with loaded KV cannot deadlock with each other or with running requests
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 
@@ -36,6 +37,7 @@ from trioserve.contracts.kv_transfer import (
     HoldKind,
     KVConnector,
     Loaded,
+    LoadFailed,
     Released,
     StillRead,
     TransferEvent,
@@ -60,11 +62,13 @@ class PendingLoad(msgspec.Struct, frozen=True):
     Attributes:
         token_count: number of requested tokens after the request's computed_count.
         deadline: time at which the request stops waiting, in seconds of the core's clock.
+        is_prefetch: True if no request waits for the load, because it is a prefetch (prefetches.py).
     """
 
     live: LiveRequest
     token_count: int
     deadline: float
+    is_prefetch: bool = False
 
 
 class RemoteLoads:
@@ -84,16 +88,18 @@ class RemoteLoads:
         self._connector = connector
         # The dict stays sorted by deadline, because all loads have equal time limits.
         self._pending: OrderedDict[RequestId, PendingLoad] = OrderedDict()
+        self._prefetch_count = 0
         self.ready = WaitingQueue[LiveRequest]()
 
     @property
     def pending_count(self) -> int:
-        return len(self._pending)
+        """Return the number of loads for which requests wait."""
+        return len(self._pending) - self._prefetch_count
 
     @property
     def pending(self) -> list[LiveRequest]:
         """Return the requests that wait for a load."""
-        return [load.live for load in self._pending.values()]
+        return [load.live for load in self._pending.values() if not load.is_prefetch]
 
     @property
     def is_full(self) -> bool:
@@ -101,7 +107,7 @@ class RemoteLoads:
 
         The scheduler reads this only when the batch has a free slot. `ready` is then empty.
         """
-        return len(self._pending) >= self._settings.max_num_seqs
+        return self.pending_count >= self._settings.max_num_seqs
 
     def matched_count(self, live: LiveRequest, computed_count: int) -> int:
         """Return how many tokens the connector could load.
@@ -118,23 +124,25 @@ class RemoteLoads:
             return 0
         return self._connector.num_matched_tokens(live.request, computed_count)
 
-    def begin(self, live: LiveRequest, token_count: int, now: float) -> None:
+    def begin(self, live: LiveRequest, token_count: int, now: float, *, is_prefetch: bool = False) -> None:
         """Start a load. From now on, the connector may write to the request's blocks.
 
         Args:
             live: a waiting request. Its blocks and computed_count are set.
             token_count: number of tokens to load after computed_count.
             now: time in seconds.
+            is_prefetch: True for a prefetch.
         """
         live.load_was_tried = True
         live.wants_load = False  # If this load fails, the request computes its KV and never waits for a load again.
         live.move(RequestStatus.WAITING_FOR_REMOTE_KV)
         request_id = live.request.id
         deadline = now + self._settings.remote_kv_seconds_max
-        self._pending[request_id] = PendingLoad(live, token_count, deadline)
+        self._pending[request_id] = PendingLoad(live, token_count, deadline, is_prefetch)
+        self._prefetch_count += is_prefetch
         if not self._connector.start_load(live.request, tuple(live.blocks), live.computed_count, token_count):
             # The load expires at once, because the connector may have written to the blocks but will not report an end.
-            self._pending[request_id] = PendingLoad(live, token_count, now)
+            self._pending[request_id] = PendingLoad(live, token_count, now, is_prefetch)
             self._pending.move_to_end(request_id, last=False)
 
     def take(self, request_id: RequestId) -> PendingLoad | None:
@@ -146,7 +154,9 @@ class RemoteLoads:
         Returns:
             The load. None if the request has no pending load.
         """
-        return self._pending.pop(request_id, None)
+        load = self._pending.pop(request_id, None)
+        self._prefetch_count -= load is not None and load.is_prefetch
+        return load
 
     def arrived(self, live: LiveRequest, token_count: int) -> None:
         """Move a request whose KV has arrived to `ready`. Requests in `ready` start before requests without KV.
@@ -170,8 +180,8 @@ class RemoteLoads:
             self.ready.remove(live)
         return ready
 
-    def overdue(self, now: float) -> list[LiveRequest]:
-        """Return requests whose load is overdue. Their loads stay pending until take() is called.
+    def overdue(self, now: float) -> list[PendingLoad]:
+        """Return overdue loads. They stay pending until take() is called.
 
         Args:
             now: time in seconds.
@@ -180,7 +190,7 @@ class RemoteLoads:
         for load in self._pending.values():
             if load.deadline > now:
                 break
-            overdue.append(load.live)
+            overdue.append(load)
         return overdue
 
     def next_deadline(self) -> float | None:
@@ -213,6 +223,8 @@ class Transfers:
         self.loaded_tokens_total = 0
         self.holds_refused_total = 0
         self._held_blocks_max = int(settings.block_count * settings.held_share_max)
+        # Called with a prefetch that has ended, the number of tokens that arrived, and the time.
+        self.on_prefetched: Callable[[LiveRequest, int, float], None] = lambda live, token_count, now: None
 
     def request_ends(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
         """Notify the connector that a request has ended. Hold the blocks if the connector needs them.
@@ -292,24 +304,36 @@ class Transfers:
             self.holds.report_end(request_id, HoldKind.LOAD)
             return []
         self.holds.note_ended(request_id, HoldKind.LOAD)
+        problem = self._problem(event, load)
+        if not load.is_prefetch and problem is not None:
+            return [(load.live, problem)]
+        token_count = event.token_count if isinstance(event, Loaded) and problem is None else 0
+        if load.is_prefetch:
+            self.on_prefetched(load.live, token_count, now)
+            return []
+        self.loaded_tokens_total += token_count
+        self.loads.arrived(load.live, token_count)
+        return []
+
+    def _problem(self, event: Loaded | LoadFailed, load: PendingLoad) -> str | None:
+        """Return why a load that has ended is useless, and count faults. None if it is useful."""
+        request_id = event.request_id
         if not isinstance(event, Loaded):
             self.faults.count(TransferFault.LOAD_FAILED, f"{request_id}: {event.message}")
-            return [(load.live, event.message)]
+            return event.message
         if not isinstance(event.token_count, int) or not 0 <= event.token_count <= load.token_count:
             message = f"the connector reported {event.token_count} tokens, but {load.token_count} were requested"
             self.faults.count(TransferFault.BAD_COUNT, f"{request_id}: {message}")
-            return [(load.live, message)]
+            return message
         if event.token_count == 0:
-            return [(load.live, "no tokens arrived")]
+            return "no tokens arrived"
         end = load.live.computed_count + event.token_count
         if self._settings.first_block_read(end) < load.live.absent_block_count:
             # The request has only the blocks that the window at the end of the whole load reaches.
             message = f"only {event.token_count} of {load.token_count} tokens arrived, too few for the sliding window"
             self.faults.count(TransferFault.LOAD_FAILED, f"{request_id}: {message}")
-            return [(load.live, message)]
-        self.loaded_tokens_total += event.token_count
-        self.loads.arrived(load.live, event.token_count)
-        return []
+            return message
+        return None
 
     def expire(self, now: float) -> list[Unserved]:
         """End overdue loads and holds.
@@ -321,11 +345,15 @@ class Transfers:
             Requests whose KV will not arrive.
         """
         unserved = []
-        for live in self.loads.overdue(now):
+        for load in self.loads.overdue(now):
+            live = load.live
             message = f"it did not arrive within {self._settings.remote_kv_seconds_max} seconds"
             self.faults.count(TransferFault.LOAD_EXPIRED, f"{live.request.id}: {message}")
             self._abandon(live, now)
-            unserved.append((live, message))
+            if load.is_prefetch:
+                self.on_prefetched(live, 0, now)
+            else:
+                unserved.append((live, message))
         for hold in self.holds.expire(now):
             self._connector.hold_expired(hold.request_id, hold.kind)
         return unserved

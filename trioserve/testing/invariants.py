@@ -55,7 +55,10 @@ def check_core(core: EngineCore) -> None:
         else:
             _check_waiting(live)
             waiting.append(live)
-    owners = [*running, *loading, *ready]
+    prefetching = [prefetch.live for prefetch in core.prefetches.loading.values() if prefetch.live is not None]
+    for live in prefetching:
+        _check_prefetch(core, live)
+    owners = [*running, *loading, *ready, *prefetching]
     owners += [live for live, _reason in core.flights.ended.values()]
     for live, _reason in core.flights.ended.values():
         _check_ended(core, live)
@@ -64,7 +67,7 @@ def check_core(core: EngineCore) -> None:
     _check_states(core, owners)
     _check_holds(core)
     _check_sharing(core, owners)
-    _check_order(core, waiting, loading, ready)
+    _check_order(core, waiting, loading, ready, prefetching)
     _check_stats(core, running, owners)
 
 
@@ -180,6 +183,21 @@ def _check_loading(core: EngineCore, live: LiveRequest) -> None:
     )
     assert not live.reserved_blocks, f"{name} reserves blocks before the load has ended"
     _check_reserved(core, live)
+    _check_written(core, live)
+
+
+def _check_prefetch(core: EngineCore, live: LiveRequest) -> None:
+    name = live.request.id
+    assert live.status is RequestStatus.WAITING_FOR_REMOTE_KV, f"{name} loads KV, but is {live.status.value}"
+    assert live.computed_count == live.chain.block_count * core.settings.block_size, (
+        f"{name}: its cached tokens are not whole blocks"
+    )
+    assert len(live.blocks) > live.chain.block_count, f"{name} is a prefetch of no block"
+    _check_written(core, live)
+
+
+def _check_written(core: EngineCore, live: LiveRequest) -> None:
+    name = live.request.id
     for block in live.blocks[max(live.absent_block_count, live.chain.block_count) :]:
         assert core.pool.user_count(block) == 1, f"{name}: block {block} is written to, but another request uses it"
         assert core.pool.hold_count(block) == 0, f"{name}: block {block} is written to, but it is held"
@@ -318,7 +336,11 @@ def _check_sharing(core: EngineCore, owners: list[LiveRequest]) -> None:
 
 
 def _check_order(
-    core: EngineCore, waiting: list[LiveRequest], loading: list[LiveRequest], ready: list[LiveRequest]
+    core: EngineCore,
+    waiting: list[LiveRequest],
+    loading: list[LiveRequest],
+    ready: list[LiveRequest],
+    prefetching: list[LiveRequest],
 ) -> None:
     _check_line(core.scheduler.waiting, waiting)
     deferred = list(core.scheduler.deferred)
@@ -332,11 +354,11 @@ def _check_order(
     _check_line(loads.ready, ready)
     assert loads.pending_count == len(loading), "the number of loads differs from the requests that wait for KV"
     overdue = loads.overdue(math.inf)
-    assert {live.request.id for live in overdue} == {live.request.id for live in loading}, (
+    assert {load.live.request.id for load in overdue} == {live.request.id for live in (*loading, *prefetching)}, (
         "the loads differ from the requests that wait for KV"
     )
     deadline, load_deadline = core.next_deadline(), loads.next_deadline()
-    assert (load_deadline is None) == (not loading), "a request waits for KV without a deadline"
+    assert (load_deadline is None) == (not loading and not prefetching), "a request waits for KV without a deadline"
     assert load_deadline is None or (deadline is not None and deadline <= load_deadline)
 
 

@@ -66,6 +66,8 @@ RETRACTING_WORLDS_SHARE = 0.2
 RETRACT_CHANCE, FORGET_CHANCE = 0.04, 0.03  # probabilities at each event of a world with retractions
 SESSION_WORLDS_SHARE = 0.3
 SESSION_CHANCES = (0.02, 0.05, 0.08)  # probabilities of an event that opens, hints at or ends a session, summed
+PREFETCHING_WORLDS_SHARE = 0.7  # fraction of the worlds with sessions and a connector that have prefetches
+PREFETCH_CHANCES = (0.1, 0.3)  # probabilities of a hint, and of the loss of all cached blocks between requests, summed
 IN_SESSION_SHARE = 0.7  # fraction of the requests of such a world that have a session
 NEXT_TURN_SHARE = 0.7  # fraction of these requests that continue the session's last request
 APART_WORLDS_SHARE = 0.4  # fraction of the worlds with overlapping steps in which steps are apart
@@ -171,6 +173,11 @@ class Generator:
             self.world = msgspec.structs.replace(self.world, session_share=share, **sessions)
             seconds = Random(line_of(self.world) + "cold turns").choice((0.0, 0.3, 5.0))
             self.world = msgspec.structs.replace(self.world, cold_turn_seconds=seconds)
+            if self.world.has_connector and self.world.window_tokens is None:
+                prefetches = Random(line_of(self.world) + "prefetches").random() < PREFETCHING_WORLDS_SHARE
+                self.world = msgspec.structs.replace(self.world, prefetches=prefetches)
+        self._prefetch_rng = Random(line_of(self.world) + "prefetches")
+        self._was_forgotten = False  # True if the last event of _prefetch_event was the loss of the cached blocks.
         self._last_turns: dict[str, str] = {}  # The last request of each session.
         self._arrived: dict[str, Arrive] = {}  # Each sequence is stored as a request with one choice.
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
@@ -198,6 +205,8 @@ class Generator:
         if self._retracts and (event := self._retraction(simulation)) is not None:
             return event
         if self.world.sessions and (event := self._session_event()) is not None:
+            return event
+        if self.world.prefetches and (event := self._prefetch_event(simulation)) is not None:
             return event
         chance = self._random()
         for rate, drawn in self._kinds:
@@ -240,6 +249,21 @@ class Generator:
         if chance < SESSION_CHANCES[1]:
             return HintSession(id=name, seconds=rng.choice((0.0, 0.3, 100.0)))
         return EndSession(id=name)
+
+    def _prefetch_event(self, simulation: Simulation) -> Event | None:
+        """Draw an event that makes prefetches likely: a hint, the loss of the cached blocks, or the end of a load."""
+        rng = self._prefetch_rng
+        pending = [] if simulation.transfers is None else simulation.transfers.prefetches()
+        if pending and rng.random() < PREFETCH_CHANCES[0]:
+            load = rng.choice(pending)
+            tokens = None if rng.random() < 0.7 else rng.randrange(load.token_count + 1)
+            return Report(id=load.request.id, what="loaded", tokens=tokens)
+        chance = rng.random()
+        if self._was_forgotten or chance < PREFETCH_CHANCES[0]:
+            self._was_forgotten = False
+            return HintSession(id=f"s{rng.randrange(self.world.sessions)}", seconds=rng.choice((0.0, 0.0, 2.1, 100.0)))
+        self._was_forgotten = chance < PREFETCH_CHANCES[1] and not simulation.live
+        return FORGET if self._was_forgotten else None
 
     # --- Drawing of events ---
 

@@ -112,6 +112,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
         sessions: number of different ids of sessions. 0: no request has a session.
         session_share: fraction of the pool that one tenant's sessions may retain.
         cold_turn_seconds: how long a cold turn may be deferred. 0: no turn is deferred.
+        prefetches: True if evicted blocks of waiting sessions are loaded before the next turn.
     """
 
     block_count: int
@@ -140,6 +141,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     sessions: int = 0
     session_share: float = 0.75
     cold_turn_seconds: float = 0.0
+    prefetches: bool = False
 
     @property
     def held_blocks_max(self) -> int:
@@ -416,6 +418,8 @@ def _plainer_worlds(world: World) -> Iterator[World]:
         yield msgspec.structs.replace(world, draft_tokens=0, drafts_by_model=False, drafts_by_head=False)
     if world.drafts_by_model:
         yield msgspec.structs.replace(world, drafts_by_model=False, drafts_by_head=False)
+    if world.prefetches:
+        yield msgspec.structs.replace(world, prefetches=False)
     if world.cold_turn_seconds:
         yield msgspec.structs.replace(world, cold_turn_seconds=0.0)
     if world.sessions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -13,6 +13,7 @@ from trioserve.core.prefix_cache import PrefixChain
 from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.history import EndSession, HintSession, OpenSession, World
 from trioserve.simulation.core.step_rules import block_count
+from trioserve.simulation.core.transfer_watch import TransferWatch
 
 __all__ = ["SessionWatch"]
 
@@ -128,6 +129,32 @@ class SessionWatch:
             if not opened.live:
                 opened.blocks.clear()
 
+    def protected_blocks(self, core: EngineCore, now: float) -> set[int]:
+        """Return the blocks that open sessions retain, and may still retain at the given time.
+
+        Args:
+            core: the core.
+            now: time in seconds.
+        """
+        retained: set[int] = set(core.pool.order.retained_blocks())
+        waiting = (opened for opened in self._open.values() if opened.live or opened.expires_at > now)
+        return retained & {block for opened in waiting for block in opened.blocks}
+
+    def check_prefetches(self, transfers: TransferWatch, protected: Collection[int]) -> int:
+        """Check the prefetches, and note that their sessions may retain their blocks.
+
+        Args:
+            transfers: the watch of the transfers.
+            protected: result of `protected_blocks` before the event that may have started prefetches.
+
+        Returns:
+            The number of new prefetches.
+        """
+        for load in transfers.prefetches():
+            if load.request.session in self._open:
+                self._open[load.request.session].blocks.update(load.block_table)
+        return transfers.check_prefetches(self._open, protected, self._world.block_size)
+
     def check(self, core: EngineCore, now: float) -> None:
         """Assert that the core retains only blocks of open sessions that are not idle for too long.
 
@@ -210,7 +237,7 @@ class SessionWatch:
         """
         count = core.stats().blocks_retained
         assert core.stats().sessions_active == 0, f"no request is left, but {core.stats()}"
-        for name in self._open:
+        for name in self._open if not self._world.prefetches else ():  # A hint may start another prefetch.
             self.hint(core, HintSession(id=name, seconds=1e6), now)
         for time in sorted(opened.expires_at for opened in self._open.values()):
             core.schedule(max(now, time))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -140,6 +140,7 @@ class Simulation(EventSimulation[World]):
                 load_failure_policy="fail" if world.fails_without_kv else "recompute",
                 session_share_max=world.session_share,
                 cold_turn_seconds=world.cold_turn_seconds,
+                session_prefetch=world.prefetches,
             ),
             hash_block=poor_hash if world.has_poor_hash else hash_block,
             connector=None if self.transfers is None else self.transfers.connector,
@@ -182,7 +183,7 @@ class Simulation(EventSimulation[World]):
             self.apply(Wait(seconds=max(0.0, deadline - self.now)))
         assert not self.live, f"these requests do not end: {', '.join(self.live)}"
         if self.transfers is not None:
-            self.transfers.check_end(self.entries)
+            self.transfers.check_end(self.core, self.entries)
         self._count("blocks retained at the end", self._sessions.check_end(self.core, self.now))
         check_idle(self.core)
         self._masks.fill_until(None)
@@ -286,7 +287,7 @@ class Simulation(EventSimulation[World]):
             is_awaited = self.core.next_deadline() is not None
             assert is_awaited or not self.live, f"{', '.join(self.live)} have not ended, but nothing is computed"
             self._check_sessions()
-            check_nobody_could_start(self.core, self._may_load, self._may_defer)
+            check_nobody_could_start(self.core, self._may_load, self._may_defer, self._awaits_prefetch)
             self._count("steps with nothing to compute")
             for entry in self.live.values():
                 if entry.is_running:  # A load took the request's blocks, so the core preempted the request.
@@ -404,20 +405,24 @@ class Simulation(EventSimulation[World]):
     def _expire(self) -> None:
         if self.transfers is not None:
             self.transfers.overdue(self.live, self.now)
+        protected = self._sessions.protected_blocks(self.core, self.now)
         self._take(self.core.expire(self.now))
         deadline = self.core.next_deadline()
         assert deadline is None or deadline > self.now, f"the deadline {deadline} has passed, but expire() left it"
         self._check()
+        self._check_prefetches(protected)
         if self.transfers is not None:
             self.transfers.check_expired(self.now)
 
     def _report(self, event: Report) -> None:
         if self.transfers is not None:
             self._count(f"reports: {event.what}{', when asked' if event.waits else ''}")
+            self._check_prefetches()
             self._take(self.transfers.report(self.core, event, self.live, self.now))
 
     def _inquire(self, _event: Inquire) -> None:
         if self.transfers is not None:
+            self._check_prefetches()
             self._take(self.transfers.ask(self.core, self.now))
 
     def _break(self, event: Break) -> None:
@@ -464,15 +469,25 @@ class Simulation(EventSimulation[World]):
 
     def _end_session(self, event: EndSession) -> None:
         self._sessions.end(self.core, event, self.now)
+        self._check_prefetches()
         self._sessions.check(self.core, self.now)
         self._count("sessions ended")
 
     def _hint_session(self, event: HintSession) -> None:
+        protected = self._sessions.protected_blocks(self.core, self.now)
         self._sessions.hint(self.core, event, self.now)
+        self._check_prefetches(protected)
         self._sessions.check(self.core, self.now)
         self._count("hints")
 
     # --- Helpers ---
+
+    def _check_prefetches(self, protected: Collection[int] = ()) -> None:
+        if self.transfers is not None:
+            self._count("prefetches", self._sessions.check_prefetches(self.transfers, protected))
+
+    def _awaits_prefetch(self, live: LiveRequest) -> bool:
+        return self.transfers is not None and self.transfers.awaits(live.request, live.tokens)
 
     def _check_sessions(self) -> None:
         self._sessions.check(self.core, self.now)

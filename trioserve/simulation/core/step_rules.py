@@ -65,6 +65,7 @@ def check_begun_step(
     # Requests that are admitted in this step do not count, since they use blocks that a load had reserved.
     stayed = [entry.order for entry in running if entry.request.id not in plan.admitted]
     last_order = max(stayed, default=(PRIORITY_MIN, 0))
+    assert not (plan.preempted and core.prefetches.loading), f"{plan.preempted} preempted, but a prefetch keeps blocks"
     for name in plan.preempted:
         assert live[name].order > last_order, f"{name} was preempted for a request that comes after it"
     admitted = [_turn(live[name]) for name in plan.admitted]
@@ -104,7 +105,11 @@ def check_begun_step(
         loading_later = [
             entry
             for entry in waiting
-            if transfers is not None and transfers.may_wait_to_load(entry.request.id, ready_count)
+            if transfers is not None
+            and (
+                transfers.may_wait_to_load(entry.request.id, ready_count)
+                or transfers.awaits(entry.request, entry.known)
+            )
         ]
         _check_overtaken(core, [entry for entry in waiting if entry not in (*sharing, *loading_later)], overtaking)
         free_seqs = settings.max_num_seqs - len(running) - len(sharing)
@@ -292,6 +297,7 @@ def _check_waits_have_reasons(
             return  # A prompt that must be computed whole blocks the queue until a step has enough tokens left.
         if not _is_ready(entry) and block_count(core, entry) > core.pool.available_count:
             unfit_count += 1
+            assert not core.prefetches.loading, f"{entry.request.id} lacks blocks, but a prefetch keeps some"
             is_held = entry.cached_count is not None or entry.overtaken_count_max >= core.settings.overtakes_max
             if is_held or not may_overtake or unfit_count > core.settings.max_num_seqs:
                 return
@@ -363,7 +369,10 @@ def _may_wait_for_a_hit(
 
 
 def check_nobody_could_start(
-    core: EngineCore, may_load: Callable[[LiveRequest], bool], may_defer: Callable[[LiveRequest], bool]
+    core: EngineCore,
+    may_load: Callable[[LiveRequest], bool],
+    may_defer: Callable[[LiveRequest], bool],
+    awaits_prefetch: Callable[[LiveRequest], bool] = lambda live: False,
 ) -> None:
     """Assert that no waiting request could start. Call this function when schedule() has returned None.
 
@@ -374,6 +383,7 @@ def check_nobody_could_start(
         core: the core.
         may_load: returns True if a request could load KV. Such a request may wait until fewer requests load KV.
         may_defer: returns True if a request needs blocks of sessions that may return.
+        awaits_prefetch: returns True if a prefetch loads the prefix of a request.
     """
     assert not core.flights, "a step is in flight"
     loading_count = passed_count = 0
@@ -391,14 +401,20 @@ def check_nobody_could_start(
             assert may_defer(live), f"{name} is deferred, but would evict no blocks of sessions that return"
             continue
         assert not live.blocks, f"{name} has loaded its KV and could run, but nothing is computed"
-        if _blocks_lacking(core, live) > core.pool.available_count:
-            if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= core.settings.overtakes_max:
-                return  # This request may not be overtaken, so it blocks the queue.
+        is_first_time = live.status is RequestStatus.WAITING and not live.load_was_tried
+        if is_first_time and awaits_prefetch(live):
             passed_count += 1
             if passed_count > slots:
                 return  # The scheduler examines no request after this one.
             continue
-        is_first_time = live.status is RequestStatus.WAITING and not live.load_was_tried
+        if _blocks_lacking(core, live) > core.pool.available_count:
+            if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= core.settings.overtakes_max:
+                return  # This request may not be overtaken, so it blocks the queue.
+            assert not core.prefetches.loading, f"{name} lacks blocks, but a prefetch keeps some"
+            passed_count += 1
+            if passed_count > slots:
+                return  # The scheduler examines no request after this one.
+            continue
         if loading_count >= slots and is_first_time and may_load(live):
             passed_count += 1
             if passed_count > slots:

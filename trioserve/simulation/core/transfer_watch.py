@@ -7,13 +7,14 @@ deadlines, the reports that belong to no transfer, and the calls that the core m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from trioserve.contracts.events import EngineEvent, FinishReason, RequestFinished
 from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, LoadFailed, TransferEvent, TransferFault
 from trioserve.contracts.request import EngineRequest
 from trioserve.core.engine import EngineCore
+from trioserve.core.prefetches import LOADING_MAX, LOADING_SHARE
 from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.history import Arrive, Break, Report, World
 from trioserve.testing.fake_executor import FakeExecutor
@@ -22,6 +23,15 @@ from trioserve.testing.scripted_connector import FakeConnector, FakeLoad
 __all__ = ["TransferWatch"]
 
 STRAY = (TransferFault.UNKNOWN, TransferFault.DOUBLE, TransferFault.LATE)
+
+
+def is_prefetch(name: str) -> bool:
+    """Return True for the id of a prefetch. No request of a history has such an id.
+
+    Args:
+        name: id of a load.
+    """
+    return name.startswith("prefetch-")
 
 
 class TransferWatch:
@@ -50,6 +60,8 @@ class TransferWatch:
         self._asked_at = 0.0
         # A deadline is recorded after the event that began the load or the hold, or that changed the deadline.
         self._load_deadlines: dict[str, float] = {}
+        self._known_prefetches: set[str] = set()
+        self._prefetched_count = 0  # number of tokens that prefetches have loaded
         self._hold_deadlines: dict[tuple[str, HoldKind], float] = {}
 
     def note_arrival(self, name: str, event: Arrive) -> None:
@@ -99,8 +111,54 @@ class TransferWatch:
             name: the request.
             ready_count: requests that have loaded their KV and wait to run.
         """
-        pending_count = sum(not load.is_abandoned for load in self.connector.loads.values())
+        pending_count = sum(
+            not (load.is_abandoned or is_prefetch(load_name)) for load_name, load in self.connector.loads.items()
+        )
         return self._remote_counts[name] > 0 and pending_count + ready_count >= self._world.max_num_seqs
+
+    def prefetches(self) -> list[FakeLoad]:
+        """Return the pending prefetches of waiting sessions."""
+        return [load for name, load in self.connector.loads.items() if is_prefetch(name) and not load.is_abandoned]
+
+    def awaits(self, request: EngineRequest, known: Sequence[int]) -> bool:
+        """Return True if a request may wait, because its session's prefetch loads its prefix.
+
+        Args:
+            request: the request.
+            known: the request's known tokens.
+        """
+        for load in self.prefetches():
+            prefix = load.request.prompt_token_ids[: load.start + load.token_count]
+            is_own = load.request.session == request.session and load.request.cache_salt == request.cache_salt
+            if is_own and len(known) > len(prefix) and tuple(known[: len(prefix)]) == prefix:
+                return True
+        return False
+
+    def check_prefetches(self, open_sessions: Container[str], protected: Container[int], block_size: int) -> int:
+        """Check the limits of prefetches, that each has an open session, and that new ones have evicted nothing else.
+
+        Args:
+            open_sessions: ids of the open sessions.
+            protected: blocks that sessions retained before the event, and may still retain.
+            block_size: tokens of a block.
+
+        Returns:
+            The number of prefetches that were not there at the last call.
+        """
+        new_count = written_count = 0
+        for load in self.prefetches():
+            name, written = load.request.id, load.block_table[load.start // block_size :]
+            assert load.request.session in open_sessions, f"{name} outlives its session {load.request.session}"
+            written_count += len(written)
+            if name not in self._known_prefetches:
+                self._known_prefetches.add(name)
+                new_count += 1
+                taken = [block for block in written if block in protected]
+                assert not taken, f"{name} evicts blocks {taken}, which sessions retain"
+        assert len(self.prefetches()) <= LOADING_MAX, f"{len(self.prefetches())} prefetches at a time"
+        written_max = int(self._world.block_count * LOADING_SHARE)
+        assert written_count <= written_max, f"prefetches load {written_count} blocks, but {written_max} are allowed"
+        return new_count
 
     def take_break(self, event: Break) -> None:
         self.connector.raises = set(event.calls)
@@ -170,7 +228,11 @@ class TransferWatch:
             else:
                 event = connector.loaded(request_id, report.tokens)
             if load is not None and not load.is_abandoned:
-                self._note_load(live[report.id], load, event)
+                if is_prefetch(report.id):
+                    count = 0 if isinstance(event, LoadFailed) else event.token_count
+                    self._prefetched_count += count if 0 <= count <= load.token_count else 0
+                else:
+                    self._note_load(live[report.id], load, event)
         return event
 
     def overdue(self, live: Mapping[str, ExpectedSequence], now: float) -> None:
@@ -181,7 +243,7 @@ class TransferWatch:
             now: the time.
         """
         for name, deadline in self._load_deadlines.items():
-            if deadline <= now:
+            if deadline <= now and not is_prefetch(name):
                 live[name].lacks_kv = self._world.fails_without_kv
 
     def check(self, core: EngineCore, now: float) -> None:
@@ -256,10 +318,11 @@ class TransferWatch:
         for name, deadline in self._load_deadlines.items():
             assert now < deadline, f"{name} waits for its KV until {deadline}, but the time is {now}"
 
-    def check_end(self, entries: Mapping[str, ExpectedSequence]) -> None:
+    def check_end(self, core: EngineCore, entries: Mapping[str, ExpectedSequence]) -> None:
         """Check that the connector was notified of every request's end and reason, and has no open transfers.
 
         Args:
+            core: the core, for its counts of prefetches.
             entries: all sequences. All of them have ended.
         """
         connector = self.connector
@@ -268,7 +331,14 @@ class TransferWatch:
         ends = {entry.request.id: entry.finished.reason for entry in entries.values() if entry.finished is not None}
         # The connector sees a request that was handed over as one that has stopped.
         ends = {id: FinishReason.STOP if end is FinishReason.HANDED_OVER else end for id, end in ends.items()}
-        assert connector.finished == ends, "the ends that the connector knows differ from the real ones"
+        count = core.stats().session_prefetched_tokens_total
+        assert count == self._prefetched_count, (
+            f"prefetches loaded {self._prefetched_count} tokens, but {count} are counted"
+        )
+        missing = self._known_prefetches - connector.finished.keys()
+        assert not missing, f"the connector was not notified of the end of {sorted(missing)}"
+        finished = {name: reason for name, reason in connector.finished.items() if not is_prefetch(name)}
+        assert finished == ends, "the ends that the connector knows differ from the real ones"
 
     # --- Helpers ---
 
@@ -288,7 +358,8 @@ class TransferWatch:
             assert deadline <= now, f"{name} was held until {now} ({kind.value}), but its deadline is {deadline}"
 
     def _matched_count(self, request: EngineRequest, computed_count: int) -> int:
-        return max(0, self._remote_counts[request.id] - computed_count)
+        count = len(request.prompt_token_ids) if is_prefetch(request.id) else self._remote_counts[request.id]
+        return max(0, count - computed_count)
 
     def _holds(self, request: EngineRequest, _reason: FinishReason) -> bool:
         return request.id in self._sent
