@@ -179,6 +179,7 @@ def _rows(kernels: Any, dtype: torch.dtype) -> None:
     kernels.rms_norm(hidden.view(5, 32, 128)[:, :9], None, 1e-5)
     kernels.activate_and_mul(hidden)
     kernels.fp8_rows(hidden)
+    kernels.activate(hidden, "relu2")
 
 
 def _sampling(kernels: Any, dtype: torch.dtype, vocab_size: int) -> None:

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, relu, scaled_dot_product_attention, silu
 from torch.nn.functional import rms_norm as _rms_norm
 
 from trioserve_kernels.four_bits import FourBitWeight
@@ -67,6 +67,7 @@ __all__ = [
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
+    "activate",
     "activate_and_mul",
     "store_kv_",
     "weighted_sum",
@@ -77,7 +78,7 @@ FUSED = False
 WALKS = False
 KEEPS_FOUR_BITS = False
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0
 
 
@@ -90,6 +91,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+    "relu": relu,
+    "relu2": lambda values: relu(values).square_(),
     "clamped_swiglu": _swish_of_clamped,
 }
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -273,6 +276,19 @@ def activate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor
     """
     gate, up = gate_up.chunk(2, -1)
     return ACTIVATIONS[activation](gate).mul_(multiplier(up, activation))
+
+
+def activate(values: Tensor, activation: Activation) -> Tensor:
+    """Return the activation of each number, for an MLP without a gate.
+
+    Args:
+        values: [T, I].
+        activation: the activation function.
+
+    Returns:
+        [T, I].
+    """
+    return ACTIVATIONS[activation](values)
 
 
 def multiplier(up: Tensor, activation: Activation) -> Tensor:

@@ -6,6 +6,7 @@ This implementation is slow. Its purpose is to test these code paths without Tri
 from __future__ import annotations
 
 from trioserve_kernels.reference import (
+    activate,
     activate_and_mul,
     add_rms_norm_,
     attention_prompt,
@@ -50,6 +51,7 @@ __all__ = [
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
+    "activate",
     "activate_and_mul",
     "store_kv_",
     "weighted_sum",

@@ -64,6 +64,7 @@ __all__ = [
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
+    "activate",
     "activate_and_mul",
     "store_kv_",
     "weighted_sum",
@@ -185,6 +186,10 @@ def rotary_and_store_kv_(
         reference.norm_heads_(heads[:, : heads.shape[1] - kv_heads], *head_norm, rms_norm)
     rotary_(heads[:, : heads.shape[1] - kv_heads], cos, sin)
     store_kv_(slots_of_layer, qkv[:, qkv.shape[1] - keys_values :], slots)
+
+
+def activate(values: Tensor, activation: reference.Activation) -> Tensor:
+    return _in_flat_pieces(reference.ACTIVATIONS[activation], values)
 
 
 def activate_and_mul(gate_up: Tensor, activation: reference.Activation = "silu") -> Tensor:

@@ -44,11 +44,11 @@ __all__ = [
 ]
 
 DTYPES = {"float32": 0, "bfloat16": 1}
-NORM_KINDS = {"rms": 0, "layer": 1}
+NORM_KINDS = {"rms": 0, "layer": 1, "layer_bare": 1, "layer_biased": 2}
 QK_NORMS = {"none": 0, "head": 1, "unit": 1, "heads": 2, "row": 3}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
 STATE_NORMS = {"gated": 0, "ungated": 1, "none": 2}
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "gelu": 3, "relu": 4, "relu2": 5, "xielu": 6}
 SUM_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 KV_FORMATS = {"plain": 0, "int8": 1, "fp8": 2}
 """Formats of keys and values: the model's dtype, or 8 bits. See cpu/kv_format.h."""
@@ -214,7 +214,7 @@ class LayerStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _pointer) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, _pointer) for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
-        *((name, _pointer) for name in ("query_norm", "key_norm", "sinks")),
+        *((name, _pointer) for name in ("query_norm", "key_norm", "sinks", "activation_weights")),
         *((name, _int) for name in ("pairs_together", "window", "rotary", "qk_norm", "activation", "is_parallel")),
         *((name, _int) for name in ("section", "has_temperature")),
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale")),
@@ -226,7 +226,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _pointer) for name in ("attention_gate", "attention_gate_bias")),
         ("has_cutoff", _int),
         ("cutoff", _float),
-        *((name, _int) for name in ("sums_attention", "sums_mlp")),
+        *((name, _int) for name in ("sums_attention", "sums_mlp", "has_gate")),
     )
 
 
@@ -245,6 +245,8 @@ class ModelStruct(ctypes.Structure):
         ("head", MatrixStruct),
         *((name, _pointer) for name in ("norm", "streams", "collectives")),
         *((name, _int) for name in ("vocab_first", "vocab_count")),
+        *((name, _pointer) for name in ("head_bias", "positions", "embedding_norm")),
+        ("position_first", _int),
     )
 
 

@@ -21,7 +21,7 @@ inline void norm_row(const float* from, const float* weight, int64_t size, const
         return;
     }
     Lanes mean = zero(), squares = zero();
-    if (norm.kind == LAYER_NORM) {
+    if (norm.kind != RMS_NORM) {
         for (int64_t n = 0; n < size; n += LANES) mean = add(mean, load(from + n));
         mean = set(sum_of(mean) / float(size));
     }
@@ -30,8 +30,10 @@ inline void norm_row(const float* from, const float* weight, int64_t size, const
         squares = fma(part, part, squares);
     }
     const Lanes share = set(1.0f / std::sqrt(sum_of(squares) / float(size) + norm.eps));
-    for (int64_t n = 0; n < size; n += LANES)
-        store(to(n), mul(mul(sub(load(from + n), mean), share), load(weight + n)));
+    for (int64_t n = 0; n < size; n += LANES) {
+        const Lanes normed = mul(mul(sub(load(from + n), mean), share), load(weight + n));
+        store(to(n), norm.kind == BIASED_LAYER_NORM ? add(normed, load(weight + size + n)) : normed);
+    }
 }
 
 }  // namespace trioserve

@@ -34,9 +34,40 @@ inline Lanes gated(Lanes gate, Lanes slope) {
 template <class T>
 inline Lanes activate(int32_t activation, Lanes gate) {
     if (activation == SILU) return gated<T>(gate, gate);
+    const Lanes positive = max(zero(), gate);  // this order of arguments keeps NaN
+    if (activation == RELU) return positive;
+    if (activation == RELU2) return mul(positive, positive);
+    if (activation == GELU) {
+        // Half of x + |x| erf(|x| / sqrt(2)). Abramowitz and Stegun, 7.1.26: the error of erf is below 1.5e-7.
+        const Lanes size = max(sub(zero(), gate), gate), t = div(set(1.0f), fma(size, set(0.23164189f), set(1.0f)));
+        Lanes sum = set(1.061405429f);
+        for (float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) sum = fma(sum, t, set(factor));
+        const Lanes rest = mul(mul(sum, t), exp(mul(mul(gate, gate), set(-0.5f))));
+        return mul(set(0.5f), fma(size, sub(set(1.0f), rest), gate));
+    }
     const Lanes cube = mul(mul(gate, gate), gate);
     return gated<T>(gate, mul(set(1.59576912f), fma(cube, set(0.044715f), gate)));
 }
+
+// xIELU (arXiv 2411.13010).
+struct Xielu {
+    Lanes positive, negative, beta, eps;
+
+    // weights: activation_weights of a layer, or null.
+    explicit Xielu(const float* weights) {
+        if (weights == nullptr) return;
+        const auto softplus = [](float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); };
+        positive = set(softplus(weights[0]));
+        negative = set(weights[2] + softplus(weights[1]));
+        beta = set(weights[2]);
+        eps = set(weights[3]);
+    }
+    Lanes of(Lanes x) const {
+        const Lanes below = sub(sub(exp(min(eps, x)), set(1.0f)), x);  // this order of arguments keeps NaN
+        const Lanes curved = where_at_least(x, zero(), mul(mul(x, x), positive), mul(below, negative));
+        return fma(beta, x, curved);
+    }
+};
 
 // Multiplies the activation of the gate by up.
 template <class T>
@@ -97,6 +128,18 @@ void choose_experts(const Experts& experts, float* scores, float* ranks, int32_t
     for (int32_t place = 0; place < experts.per_token; place++) chosen_total += weights[place] = scores[chosen[place]];
     for (int32_t place = 0; place < experts.per_token; place++)
         weights[place] = experts.scale * (experts.normalizes ? weights[place] / chosen_total : weights[place]);
+}
+
+// Number of intermediate channels of a matrix gate_up.
+int64_t outputs_of(const Layer& layer, const Matrix& gate_up) {
+    return gate_up.parts[0].block_count / (layer.has_gate ? 2 : 1) * LANES;
+}
+
+// True if the MLP's norm must be computed before attention adds its result to the hidden state.
+bool has_own_mlp_norm(const Layer& layer) { return layer.is_parallel && layer.mlp_norm != nullptr; }
+
+bool has_own_mlp_norms(const Model& model) {
+    return std::any_of(model.layers, model.layers + model.layer_count, has_own_mlp_norm);
 }
 
 bool has_output_norms(const Model& model) {
@@ -369,7 +412,7 @@ private:
     std::vector<float> chosen_weights_, expert_weights_, shared_weights_, ones_;
     bool is_invariant_ = false;
     bool packs_decodes_ = false;  // true if decodes must sum like prompts but usually do not
-    Buffer hidden_, normed_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
+    Buffer hidden_, normed_, beside_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
     Buffer chances_, gathered_, mixed_;
     Buffer projected_, convolved_, scanned_, recurrent_, selected_, latents_, time_steps_;  // for layers with a state
     Buffer compressed_, raised_, plain_, values_;  // for latent attention
@@ -652,16 +695,20 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
         }
         if (model.embedding_scale != 1.0f)
             for (int64_t n = 0; n < size; n += LANES) store(to + n, mul(load(to + n), scale));
+        const Chunk& chunk = chunks_[chunk_of_row_[row]];
+        const int64_t position = chunk.start + row - chunk.first_row;
+        if (model.positions != nullptr && is_first_rank(model)) {
+            const T* from = static_cast<const T*>(model.positions) + (model.position_first + position) * size;
+            for (int64_t n = 0; n < size; n += LANES) store(to + n, add(load(to + n), load(from + n)));
+        }
         if (const float* given = given_of_row_.empty() ? nullptr : given_of_row_[row])
             for (int64_t n = 0; n < size; n += LANES) store(to + n, is_first_rank(model) ? load(given + n) : zero());
-        const Chunk& chunk = chunks_[chunk_of_row_[row]];
-        const float position = float(chunk.start + row - chunk.first_row);
         for (int64_t rotary = 0; rotary < model.rotary_count; rotary++) {
             float* cosines = angles + (rotary * rows_ + row) * 2 * half;
             for (int64_t pair = 0; pair < half; pair++) {
                 // float32 functions of C libraries differ in their results. float64 functions differ too little to matter
                 // after rounding.
-                const double angle = position * model.frequencies[rotary * half + pair];
+                const double angle = float(position) * model.frequencies[rotary * half + pair];
                 const float magnitude = model.magnitudes[rotary * half + pair];
                 cosines[pair] = float(std::cos(angle)) * magnitude;
                 cosines[half + pair] = float(std::sin(angle)) * magnitude;
@@ -702,15 +749,28 @@ void Engine::add_normed(int thread, float* product, int64_t rows, int64_t size, 
     team.meet();
 }
 
-// activated = activation(gate) * up of x. adapted_layer: layer whose adapters add to it, or -1.
+// activated = activation(gate) * up of x, or activation(up) without a gate. adapted_layer: layer whose adapters add to it, or
+// -1.
 template <class T>
 void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
                   const Layer& layer, const Rows<T>& activated, const void* next, int32_t adapted_layer) {
-    const int64_t middle = gate_up.parts[0].block_count / 2 * LANES;
+    const int64_t middle = outputs_of(layer, gate_up);
+    const Xielu xielu(layer.activation_weights);
     float* raw = gates_.of<float>(0);  // [rows][2][middle], if gates have a cutoff
     product(thread, x, rows, gate_up, next, [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
         if (adapted_layer >= 0)
             adapters_.add_to<T>(&AdapterLayer::gate_up, adapted_layer, first_row, count, first_block, blocks, sums);
+        for (int row = 0; !layer.has_gate && row < count; row++) {
+            for (int block = 0; block < blocks; block++) {
+                const int64_t n = (first_block + block) * LANES;
+                Lanes value = load(sums + row * PANEL + block * LANES);
+                if (bias != nullptr) value = add(value, load(bias + n));
+                value = layer.activation == XIELU ? xielu.of(value) : activate<T>(layer.activation, value);
+                store(activated.at(first_row + row, n), value);
+                if (n + LANES == middle) activated.pad(first_row + row, middle);
+            }
+        }
+        if (!layer.has_gate) return;
         const int64_t n = first_block / 2 * LANES;
         for (int row = 0; row < count; row++) {
             Lanes gate = load(sums + row * PANEL), up = load(sums + row * PANEL + LANES);
@@ -1043,7 +1103,8 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
     const int64_t dim = shape.head_dim, half = dim / 2;
     const float* cosines = angles_.of<float>(0) + (layer.rotary * rows_ + row) * dim;
     const float* sines = cosines + half;
-    const Norm kind{model.norm_kind, model.norm_eps};
+    const bool is_unbiased = model.norm_kind == BIASED_LAYER_NORM && layer.qk_norm != HEAD_NORM;
+    const Norm kind{is_unbiased ? int32_t(LAYER_NORM) : model.norm_kind, model.norm_eps};
     T* slot = pages + slot_of_row_[row];
     uint8_t* coded = reinterpret_cast<uint8_t*>(pages) + slot_of_row_[row];
     float* from = qkv + row * qkv_size(model, layer);
@@ -1405,7 +1466,7 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
     std::fill(best_ids, best_ids + rows, std::numeric_limits<int32_t>::max());
     std::fill(doubts, doubts + rows * LANES, 0.0f);
     const int64_t vocab = model.vocab_count, vocab_first = model.vocab_first;
-    const bool changes_logits = model.logit_scale != 1.0f || model.logit_cap > 0;
+    const bool changes_logits = model.logit_scale != 1.0f || model.logit_cap > 0 || model.head_bias != nullptr;
     // Same as the cap of a score with scale 1.
     const ScoreCap cap(model.logit_cap, 1.0f);
     product(thread, normed, rows, model.head, nullptr,
@@ -1415,7 +1476,9 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
                 for (int row = 0; row < count; row++) {
                     float* values = sums + row * PANEL;
                     for (int block = 0; changes_logits && block < blocks; block++) {
-                        const Lanes scaled = mul(load(values + block * LANES), set(model.logit_scale));
+                        Lanes logit = load(values + block * LANES);
+                        if (model.head_bias != nullptr) logit = add(logit, load(model.head_bias + first_id + block * LANES));
+                        const Lanes scaled = mul(logit, set(model.logit_scale));
                         store(values + block * LANES, cap.is_there() ? cap.of(scaled) : scaled);
                     }
                     float* logits = logits_of_row_[first_row + row];
@@ -1579,6 +1642,8 @@ bool Engine::compute(const Model& model, const Step& step) {
     const int64_t sampled = step.sampled_count;
     float* hidden = hidden_.of<float>(rows * hidden_size);
     T* normed = normed_.of<T>(readable(rows) * padded_depth(hidden_size));
+    const int64_t beside_numbers = has_own_mlp_norms(model) ? readable(rows) * padded_depth(hidden_size) : 0;
+    const auto beside = rows_for<T>(beside_.of<T>(beside_numbers), rows, hidden_size);
     float* qkv = qkv_.of<float>(rows * qkv_size_max);
     T* queries = queries_.of<T>((rows * shape.heads + 32) * shape.query_stride());
     make_room_for_latents<T>(model);
@@ -1643,6 +1708,13 @@ bool Engine::compute(const Model& model, const Step& step) {
         embed<T>(thread, model, step, embedded);
         team.meet();
         if (ranks != nullptr) add_up(embedded, hidden);
+        if (model.embedding_norm != nullptr) {
+            for (int64_t row; (row = team.take_share(thread, rows)) >= 0;) {
+                float* embedding = hidden + row * hidden_size;
+                norm_row(embedding, model.embedding_norm, hidden_size, norm, [=](int64_t n) { return embedding + n; });
+            }
+            team.meet();
+        }
         if (model.streams != nullptr) begin_streams(thread, model, step, hidden, normed);
         // to = base + scale * sums. A null base is zeros. base may be `to`.
         const auto add_scaled = [&](const float* bias, float scale, const float* base, float* to) {
@@ -1690,6 +1762,13 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (thread == 0 && step.tapped != nullptr && step.tapped[index] != nullptr)
                 std::memcpy(step.tapped[index], hidden, sizeof(float) * rows * hidden_size);
             Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.attention_norm, norm, normed);
+            const bool has_own_norm = has_own_mlp_norm(layer);
+            for (int64_t row; has_own_norm && (row = team.take_share(thread, rows)) >= 0;) {
+                norm_row(hidden + row * hidden_size, layer.mlp_norm, hidden_size, norm,
+                         [&](int64_t n) { return beside.at(row, n); });
+                beside.pad(row, hidden_size);
+            }
+            if (has_own_norm) team.meet();
             const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
             if (layer.laurel != nullptr) make_laurel(thread, *layer.laurel, x, hidden_size);
             if (layer.recurrent != nullptr) {
@@ -1784,12 +1863,13 @@ bool Engine::compute(const Model& model, const Step& step) {
             float* part = sums_later ? mixed_part : sums_mlp ? place_of_part(total) : total;
             const float* base = sums_later ? mixed_part : is_mlp_normed || (sums_mlp && !is_first) ? nullptr : hidden;
             if (!layer.is_parallel) x = norm_rows(thread, hidden, rows, hidden_size, layer.mlp_norm, norm, normed);
+            if (has_own_norm) x = beside;
             if (layer.experts != nullptr) {
                 mix(thread, model, layer, x, base, part);
                 if (sums_mlp) add_up(part, total);
                 continue;
             }
-            const int64_t own_middle = layer.gate_up.parts[0].block_count / 2 * LANES;
+            const int64_t own_middle = outputs_of(layer, layer.gate_up);
             const auto activated = rows_for<T>(activated_.of<T>(0), rows, own_middle);
             lower(x, &AdapterLayer::gate_up, index);
             gate(thread, x, rows, layer.gate_up, layer.gate_up_bias, layer, activated,

@@ -12,9 +12,10 @@
 namespace trioserve {
 
 enum DtypeName : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
-enum NormKind : int32_t { RMS_NORM = 0, LAYER_NORM = 1 };
+// A LayerNorm with biases has them after its weights.
+enum NormKind : int32_t { RMS_NORM = 0, LAYER_NORM = 1, BIASED_LAYER_NORM = 2 };
 enum QkNorm : int32_t { NO_QK_NORM = 0, HEAD_NORM = 1, HEADS_NORM = 2, ROW_NORM = 3 };
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2, GELU = 3, RELU = 4, RELU2 = 5, XIELU = 6 };
 
 // Some of a matrix's outputs, in blocks of 16. format: a WeightFormat of quantized.h. DENSE is the model's dtype.
 struct WeightPart {
@@ -117,14 +118,16 @@ struct StateSpan {
 };
 
 // A layer. Weights are packed (see product.h and quantized.h). Biases and norms are float32, or null if the layer has none.
-// gate_up: blocks of 16 gate outputs and of 16 up outputs alternate, also in its bias.
+// gate_up: blocks of 16 gate outputs and of 16 up outputs alternate, also in its bias. If has_gate is 0, it has only up
+// outputs.
 // pairs_together: in query and key heads, 16 outputs of the first half and 16 of the second half alternate, also in the
 // bias. So numbers that are rotated together are computed together.
 // window: tokens that a position sees. 0 is all. section: if not 0, a position sees only its own section of this length.
 // has_temperature: nonzero scales queries by their position, see Model. rotary: index of the model's rotary embedding.
 // qk_norm: query_norm and key_norm have one number per number of a head (HEAD), or per number of a row. The latter
-// normalize each head (HEADS) or all heads together (ROW).
-// is_parallel: nonzero if the MLP reads the input of attention. sinks: an extra score of each head in its softmax, padded
+// normalize each head (HEADS) or all heads together (ROW). Only HEAD has biases, if the model's norms have biases.
+// is_parallel: nonzero if the MLP reads the same hidden state as attention: its norm with mlp_norm, or without mlp_norm
+// the input of attention. sinks: an extra score of each head in its softmax, padded
 // with 0 to a multiple of 16. query_factor: multiplies queries. score_cap: 0 is none. residual_scale: multiplies what is
 // added to the hidden state.
 // experts: instead of gate_up and down, or null. Without experts and gate_up, the layer has no MLP. recurrent: beside
@@ -134,6 +137,7 @@ struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
     const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm, *sinks;
+    const float* activation_weights;  // alpha_p, alpha_n, beta and eps of xIELU, or null
     int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel, section, has_temperature;
     float query_factor, score_cap, residual_scale;
     const Experts* experts;
@@ -150,6 +154,7 @@ struct Layer {
     // Nonzero if this rank computes only a part of the output of attention (and recurrent part), or of the MLP. Then the
     // parts of all ranks are summed.
     int32_t sums_attention, sums_mlp;
+    int32_t has_gate;
 };
 
 // A model, or the part of a rank. intermediate_size: the largest of all layers. latent_dim: numbers of a value in latent
@@ -171,6 +176,10 @@ struct Model {
     const Streams* streams;  // or null
     const Collectives* collectives;  // of the ranks with the other parts, or null for a whole model
     int32_t vocab_first, vocab_count;
+    const float* head_bias;  // [vocab_count], padded with 0 to a multiple of 16, or null
+    const void* positions;   // [position_first + context, hidden_size], is added to embeddings, or null
+    const float* embedding_norm;  // normalizes embeddings, or null
+    int32_t position_first;  // row of position 0
 };
 
 // Inputs and outputs of one step. Counts are int32. tables: all block tables, that of chunk i from table_firsts[i] on.

@@ -22,7 +22,7 @@ from trioserve_kernels.triton.attention_decode import paged_decode_
 from trioserve_kernels.triton.four_bit_product import four_bit_product as four_bit_linear
 from trioserve_kernels.triton.fp8_rows import fp8_rows
 from trioserve_kernels.triton.latent_attention import paged_latents_
-from trioserve_kernels.triton.mlp import activate_and_mul, grouped_linear, weighted_sum
+from trioserve_kernels.triton.mlp import activate, activate_and_mul, grouped_linear, weighted_sum
 from trioserve_kernels.triton.norm import add_rms_norm_, rms_norm
 from trioserve_kernels.triton.rotary import rotary_and_store_kv_
 from trioserve_kernels.triton.sampling import choose_tokens
@@ -49,6 +49,7 @@ __all__ = [
     "rms_norm",
     "rotary_",
     "rotary_and_store_kv_",
+    "activate",
     "activate_and_mul",
     "store_kv_",
     "weighted_sum",

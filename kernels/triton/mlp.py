@@ -16,7 +16,14 @@ from trioserve_kernels.reference import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
 from trioserve_kernels.triton.four_bit_product import four_bit_product
 from trioserve_kernels.triton.product import grouped_product
 
-__all__ = ["activate_and_mul", "activate_mul_kernel", "grouped_linear", "weighted_sum", "weighted_sum_kernel"]
+__all__ = [
+    "activate",
+    "activate_and_mul",
+    "activate_mul_kernel",
+    "grouped_linear",
+    "weighted_sum",
+    "weighted_sum_kernel",
+]
 
 COLUMN_BLOCK = 1024
 
@@ -71,18 +78,25 @@ def activate_mul_kernel(
     ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
+    HAS_UP: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
     inside = column < columns
     gate = tl.load(gate_up + row * gate_up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * gate_up_stride + columns + column, mask=inside, other=0.0).to(tl.float32)
+    up = 1.0
+    if HAS_UP:
+        up = tl.load(gate_up + row * gate_up_stride + columns + column, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION == "gelu":
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         # The identity x (1 + tanh(y)) / 2 = x / (1 + exp(-2 y)) is used.
         active = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    elif ACTIVATION == "relu":
+        active = tl.where(gate < 0.0, 0.0, gate)  # keeps NaN
+    elif ACTIVATION == "relu2":
+        active = tl.where(gate < 0.0, 0.0, gate) * gate
     elif ACTIVATION == "clamped_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # keeps NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
@@ -93,7 +107,15 @@ def activate_mul_kernel(
 
 
 def activate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    return _activated(gate_up, activation, gate_up.shape[1] // 2, has_up=True)
+
+
+def activate(values: Tensor, activation: Activation) -> Tensor:
+    return _activated(values, activation, values.shape[1], has_up=False)
+
+
+def _activated(gate_up: Tensor, activation: Activation, columns: int, *, has_up: bool) -> Tensor:
+    rows = gate_up.shape[0]
     assert gate_up.stride(1) == 1
     product = gate_up.new_empty(rows, columns)
     if rows:
@@ -105,6 +127,7 @@ def activate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor
             ACTIVATION=activation,
             SLOPE=CLAMPED_SLOPE,
             LIMIT=CLAMPED_LIMIT,
+            HAS_UP=has_up,
             COLUMN_BLOCK=COLUMN_BLOCK,
         )
     return product

@@ -102,6 +102,13 @@ def test_other_activation_functions_equal_the_formula(activation: reference.Acti
     check_close(reference.activate_and_mul(torch.cat((gate, up), -1), activation), exact * up, torch.float32)
 
 
+def test_activations_without_a_gate_equal_their_formulas() -> None:
+    x = values(4, 20)
+    assert torch.equal(reference.activate(x, "relu"), x.clamp(min=0))
+    assert torch.equal(reference.activate(x, "relu2"), x.clamp(min=0) ** 2)
+    check_close(reference.activate(x, "silu"), x.double() / (1 + (-x.double()).exp()), torch.float32)
+
+
 def test_clamped_activation_equals_its_formula() -> None:
     """Use numbers on both sides of each bound."""
     gate, up = (values(4, 20, seed=seed) * 10 for seed in (0, 1))

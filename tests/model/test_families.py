@@ -33,6 +33,13 @@ from trioserve.model.native_model import why_not_native
 from trioserve.model.rotary import rotary_frequencies
 
 GGUF_KINDS = (
+    "gpt-neox",
+    "phi",
+    "starcoder2",
+    "stablelm",
+    "stablelm-parallel",
+    "nemotron",
+    "arcee",
     "gemma3n",
     "qwen3-next",
     "ministral3",
@@ -383,7 +390,7 @@ def test_idefics_text_config_defaults_to_llama() -> None:
         ("MixtralForCausalLM", {**MIXTURE, "swiglu_limit": 7.0}, "swiglu_limit in config.json is 7.0"),
         ("GraniteForCausalLM", {"layer_types": ["mamba"] * 6}, "layer_types in config.json is ['mamba'"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling in config.json is 0, but it must be above 0"),
-        ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, "hidden_activation in config.json is 'relu'; supported"),
+        ("Gemma2ForCausalLM", {"hidden_activation": "tanh"}, "hidden_activation in config.json is 'tanh'; supported"),
         ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar in config.json is 0"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers in config.json has 1 entries"),
         ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern in config.json is 0, but it must"),

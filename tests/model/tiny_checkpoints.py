@@ -276,6 +276,36 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cwm": ("cwm", {"head_dim": 32, "sliding_window": 8, "rope_parameters": _LLAMA3_ROPE}),
+    "gpt-neox": ("gpt_neox", {"hidden_act": "gelu", "layer_norm_eps": 1e-3}),
+    "gpt-neox-serial": (
+        "gpt_neox",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "relu",
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "rope_theta": 20_000.0,
+                "factor": 2.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "phi": ("phi", {"hidden_size": 128, "num_key_value_heads": 2}),
+    "phi-normed": ("phi", {"qk_layernorm": True, "hidden_act": "gelu", "tie_word_embeddings": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 8, "norm_epsilon": 1e-3}),
+    "stablelm": (
+        "stablelm",
+        {
+            "use_qkv_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "layer_norm_eps": 1e-3}),
+    "nemotron": ("nemotron", {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "norm_eps": 1e-3}),
+    "arcee": ("arcee", {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3_ROPE}),
+    "persimmon": ("persimmon", {"layer_norm_eps": 1e-3}),
     "gemma3-images": (
         "gemma3",
         {
@@ -920,6 +950,7 @@ _FAMILY_METADATA: dict[str, str] = {
     "topk_group": "add_expert_group_used_count",
     "first_k_dense_replace": "add_leading_dense_block_count",
     "routed_scaling_factor": "add_expert_weights_scale",
+    "use_parallel_residual": "add_parallel_residual",
 }
 _USUAL_FIELDS = {
     "moe_num_experts": "num_experts",
@@ -943,6 +974,8 @@ _ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "cohere": "command-r",
+    "gpt_neox": "gptneox",
+    "phi": "phi2",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -999,6 +1032,8 @@ def write_family_gguf(
             "intermediate_size": config["intermediate_size_mlp"],
         }
     config = {_USUAL_FIELDS.get(field, field): value for field, value in config.items()}
+    if model_type in ("nemotron", "starcoder2"):
+        config["layer_norm_eps"] = config.get("norm_eps") or config["norm_epsilon"]
     for field, method in _FAMILY_METADATA.items():
         is_other_norm = field == "rms_norm_eps" and "layer_norm_eps" in config
         is_by_layer = field == "num_key_value_heads" and model_type in _HYBRIDS
@@ -1061,6 +1096,11 @@ def write_family_gguf(
             values = _with_multipliers(name, values, config)
         if model_type.startswith("gemma") and model_type != "gemma3n_text" and "norm" in name:
             values = values + 1.0
+        if model_type == "nemotron" and name.endswith("norm.weight"):
+            values = values + 1.0
+        if model_type == "gpt_neox" and "query_key_value" in name:
+            by_head = values.reshape(config["num_attention_heads"], 3, head_dim, *values.shape[1:])
+            values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if model_type in _PERMUTED_BY_THE_CONVERTER and heads is not None:
             values = _permute_for_adjacent_pairs(values, config[heads])

@@ -202,7 +202,7 @@ class _Layer:
 
         self._attention_norm = norm("attention_norm", layer.has_input_norms)
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
-        self._mlp_norm = norm("mlp_norm", layer.has_input_norms and not layer.is_parallel and mlp is not None)
+        self._mlp_norm = norm("mlp_norm", layer.has_mlp_norm)
         self._mlp_output_norm = norm("mlp_output_norm", layer.has_output_norms)
         self._attention: _Attention | LatentAttention | ShortConv | StateSpace | SelectiveScan | DeltaNet
         if isinstance(attention, AttentionConfig):
@@ -227,8 +227,17 @@ class _Layer:
                 linear, name, hidden, mlp, experts, kernels, dtype=dtype, device=device, block_types=block_types
             )
         elif mlp is not None:
-            middle, activation = mlp.intermediate_size, mlp.activation
-            self._mlp = Mlp(linear, "", hidden, middle, activation, kernels, has_bias=mlp.has_bias, cutoff=mlp.cutoff)
+            self._mlp = Mlp(
+                linear,
+                "",
+                hidden,
+                mlp.intermediate_size,
+                mlp.activation,
+                kernels,
+                has_bias=mlp.has_bias,
+                has_gate=mlp.has_gate,
+                cutoff=mlp.cutoff,
+            )
         self._laurel: _Laurel | None = None
         if laurel_norm := norm("laurel_norm", layer.laurel_rank > 0):
             self._laurel = _Laurel(linear, laurel_norm, hidden, layer.laurel_rank)
@@ -324,7 +333,8 @@ class _Layer:
         if self._beside is not None:
             attended += _compute_recurrent(self._beside, normed, step, states)
         if self._mlp is not None and self._layer.is_parallel:
-            attended += self._mlp(normed, step.adapters)
+            beside = normed if self._mlp_norm is None else self._mlp_norm(hidden)
+            attended += self._mlp(beside, step.adapters)
         if self._part.sums_attention:
             sums.add_(attended)
         if self._layer.is_parallel:
@@ -425,7 +435,7 @@ class Decoder:
             self._head = Linear(
                 config.hidden_size,
                 {"lm_head": config.vocab_count},
-                bias=False,
+                bias=config.has_head_bias,
                 dtype=dtype,
                 device=device,
                 kernels=kernels,
@@ -459,9 +469,12 @@ class Decoder:
         tied = self.config.tie_word_embeddings
         if self._embedding is not None:
             yield from self._embedding.slots(tied=self._head if tied else None)
-        for part in (self._streams, *self._layers, self._norm, None if tied else self._head):
+        for part in (self._streams, *self._layers, self._norm):
             if part is not None:
                 yield from part.slots()
+        for slot in () if self._head is None else self._head.slots():
+            if not tied or slot.name.endswith(".bias"):
+                yield slot
 
     def forward(
         self,

@@ -35,8 +35,8 @@ __all__ = [
     "check_positive",
 ]
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
-NormKind = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+NormKind = Literal["rms", "layer", "layer_biased", "layer_bare"]
 QkNorm = Literal["none", "head", "heads", "row", "unit"]
 Scoring = Literal["softmax", "sigmoid"]
 StateNorm = Literal["gated", "ungated", "none"]
@@ -211,7 +211,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
         has_output_bias: the output projection has a bias.
         qk_norm: norm of queries and keys before they are rotated. "head": each head is normalized, and all heads share
             the same weights. "heads": each head is normalized with its own weights. "unit": each head is normalized
-            without weights. "row": all heads of a row are normalized together.
+            without weights. "row": all heads of a row are normalized together. If the model's norms have biases, only
+            "head" has biases.
         has_value_norm: values of each head are normalized without weights.
         kv_from: index of an earlier layer whose keys and values this layer attends to. The layer then has only queries.
             None: the layer has its own keys and values.
@@ -373,15 +374,17 @@ KVAttention: TypeAlias = AttentionConfig | LatentAttentionConfig
 
 
 class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
-    """MLP of one layer: down(activation(gate(x)) * up(x)).
+    """MLP of one layer: down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))).
 
     Activations:
         gelu_tanh: gelu, approximated with tanh.
+        relu2: square of relu.
         clamped_swiglu: the MLP computes g * sigmoid(1.702 g) * (u + 1) in place of activation(gate) * up. g is the gate
             clamped to at most 7, and u is up clamped to the range from -7 to 7.
 
     Attributes:
-        has_bias: each of the three matrices has a bias.
+        has_bias: each matrix has a bias.
+        has_gate: True for three matrices: gate, up and down. False for two: up and down.
         cutoff: before its activation, a gate becomes max(0, gate - mean - cutoff * deviation), with the mean and the
             standard deviation of the gates of its row (Gemma 3n). Few gates of a row are then above 0, and no sorting
             is needed. None: gates stay unchanged.
@@ -390,10 +393,12 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     intermediate_size: int
     activation: Activation = "silu"
     has_bias: bool = False
+    has_gate: bool = True
     cutoff: float | None = None
 
     def __post_init__(self) -> None:
         check_count("intermediate_size", self.intermediate_size, DIMENSION_MAX)
+        assert self.has_gate or self.cutoff is None, "a cutoff applies to gates"
         if self.cutoff is not None and not math.isfinite(self.cutoff):
             raise ModelLoadError(f"the gates' cutoff is {self.cutoff}: the checkpoint's config is damaged")
 
@@ -704,8 +709,9 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         mlp: MLP or mixture of experts. None: the layer consists only of attention or its replacement.
-        is_parallel: the MLP reads the input of attention, and both results are added in one sum. The MLP then has no
-            input norm.
+        is_parallel: attention and the MLP read the same hidden state, and both results are added in one sum.
+        has_own_mlp_norm: in a parallel layer, the MLP has its own input norm. False: the MLP reads the input of
+            attention.
         residual_scale: factor of each result before it is added.
         beside: a state space that reads the input of attention. Its result is added to the result of attention.
         laurel_rank: rank of two matrices of an additional path, parallel to attention (LAuReL, arXiv 2411.07501). The
@@ -718,12 +724,15 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_input_norms: bool = True
     has_output_norms: bool = False
     is_parallel: bool = False
+    has_own_mlp_norm: bool = False
     residual_scale: float = 1.0
     beside: StateSpaceConfig | None = None
     laurel_rank: int = 0
 
     def __post_init__(self) -> None:
         check_positive("residual_multiplier", self.residual_scale)
+        assert self.has_input_norms or not self.has_own_mlp_norm, "the MLP's own norm is an input norm"
+        assert self.is_parallel or not self.has_own_mlp_norm, "without is_parallel, an MLP always has its own norm"
         if self.laurel_rank:
             check_count("laurel_rank", self.laurel_rank, DIMENSION_MAX)
             assert self.has_input_norms, "laurel adds the normed input of attention"
@@ -736,6 +745,11 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         assert self.has_input_norms, "the state space reads the normed input of attention"
         assert not self.has_output_norms, "an output norm would have two results to norm"
         assert not self.is_parallel, "a parallel MLP would make a sum of three results"
+
+    @property
+    def has_mlp_norm(self) -> bool:
+        """True if the layer has an input norm of the MLP."""
+        return self.has_input_norms and self.mlp is not None and (self.has_own_mlp_norm or not self.is_parallel)
 
     @property
     def recurrent(self) -> Recurrent | None:

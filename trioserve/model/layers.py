@@ -281,10 +281,10 @@ class Embedding:
 
 
 class Norm:
-    """RMS norm, or LayerNorm without a bias. The model's config selects one of them.
+    """RMS norm or LayerNorm, as the model's config selects.
 
     Args:
-        name: name of the weight, without ".weight".
+        name: name of weight and bias, without ".weight".
         size: number of values that are normalized together.
         config: model that defines the type of norm and epsilon.
         kernels: kernels that compute the norm.
@@ -307,10 +307,13 @@ class Norm:
         self._name = name
         self._kernels = kernels
         self._kind, self._eps = config.norm, config.norm_eps if eps is None else eps
-        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self.weight = torch.ones(size, dtype=dtype, device=device)
+        self._bias = torch.empty_like(self.weight) if config.norm == "layer_biased" else None
 
     def slots(self) -> Iterator[TensorSlot]:
-        yield TensorSlot(f"{self._name}.weight", tuple(self.weight.shape), self.weight.dtype, self.weight.copy_)
+        for kind, values in (("weight", self.weight), ("bias", self._bias)):
+            if values is not None and self._kind != "layer_bare":
+                yield TensorSlot(f"{self._name}.{kind}", tuple(values.shape), values.dtype, values.copy_)
 
     def __call__(self, values: Tensor) -> Tensor:
         """Normalize each row.
@@ -321,8 +324,8 @@ class Norm:
         Returns:
             [..., size].
         """
-        if self._kind == "layer":
-            return functional.layer_norm(values, self.weight.shape, self.weight, None, self._eps)
+        if self._kind != "rms":
+            return functional.layer_norm(values, self.weight.shape, self.weight, self._bias, self._eps)
         return self._kernels.rms_norm(values, self.weight, self._eps)
 
     def of_sum(self, hidden: Tensor, product: Tensor | None) -> Tensor:
@@ -364,7 +367,7 @@ class HeadNorms:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        assert config.norm == "rms" or attention.qk_norm == "heads", "LayerNorm is supported for single heads only"
+        assert config.norm == "rms" or attention.qk_norm != "row", "LayerNorm is supported for single heads only"
         self._kernels = kernels
         self._kind, self._eps = config.norm, config.norm_eps
         self._is_by_head, self._is_shared = attention.qk_norm != "row", attention.qk_norm == "head"
@@ -373,9 +376,14 @@ class HeadNorms:
         self._size = attention.query_size + (attention.key_size if attention.kv_from is None else 0)
         # Each normalized number has its own weight in this tensor, so one operation scales the queries and the keys.
         self._weights = torch.empty(self._size, dtype=dtype, device=device)
-        self._places = {f"{layer}.q_norm.weight": self._weights[: self._query_size]}
-        if attention.kv_from is None:
-            self._places[f"{layer}.k_norm.weight"] = self._weights[self._query_size :]
+        has_bias = config.norm == "layer_biased" and attention.qk_norm == "head"
+        self._biases = torch.empty_like(self._weights) if has_bias else None
+        self._places: dict[str, Tensor] = {}
+        for kind, values in (("weight", self._weights), ("bias", self._biases)):
+            if values is not None:
+                self._places[f"{layer}.q_norm.{kind}"] = values[: self._query_size]
+                if attention.kv_from is None:
+                    self._places[f"{layer}.k_norm.{kind}"] = values[self._query_size :]
 
     def slots(self) -> Iterator[TensorSlot]:
         for name, place in self._places.items() if self._has_weights else ():
@@ -396,7 +404,7 @@ class HeadNorms:
         heads = qkv[:, : self._size]
         if self._is_by_head:
             by_head = heads.view(qkv.shape[0], -1, self._head_dim)
-            if self._kind == "layer":
+            if self._kind != "rms":
                 normed = functional.layer_norm(by_head, (self._head_dim,), None, None, self._eps)
             else:
                 normed = self._kernels.rms_norm(by_head, None, self._eps)
@@ -404,6 +412,8 @@ class HeadNorms:
                 by_head.copy_(normed)
                 return
             torch.mul(normed, self._weights.view(-1, self._head_dim), out=by_head)
+            if self._biases is not None:
+                by_head.add_(self._biases.view(-1, self._head_dim))
             return
         for part in (slice(0, self._query_size), slice(self._query_size, None)):
             heads[:, part] = self._kernels.rms_norm(heads[:, part].contiguous(), self._weights[part], self._eps)

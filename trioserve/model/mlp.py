@@ -19,7 +19,7 @@ __all__ = ["Experts", "Mlp"]
 
 
 class Mlp:
-    """MLP of one layer: down(activation(gate(x)) * up(x)), see MlpConfig."""
+    """MLP of one layer with or without a gate, see MlpConfig."""
 
     def __init__(
         self,
@@ -31,12 +31,14 @@ class Mlp:
         kernels: Kernels,
         *,
         has_bias: bool = False,
+        has_gate: bool = True,
         cutoff: float | None = None,
     ) -> None:
         self._kernels = kernels
         self._activation = activation
-        self._middle, self._cutoff = middle, cutoff
-        self._gate_up = linear(hidden, has_bias, **{f"{prefix}gate_proj": middle, f"{prefix}up_proj": middle})
+        self._middle, self._cutoff, self._has_gate = middle, cutoff, has_gate
+        names = (f"{prefix}gate_proj", f"{prefix}up_proj") if has_gate else (f"{prefix}up_proj",)
+        self._gate_up = linear(hidden, has_bias, **dict.fromkeys(names, middle))
         self._down = linear(middle, has_bias, **{f"{prefix}down_proj": hidden})
         self.linears = (self._gate_up, self._down)
 
@@ -52,6 +54,8 @@ class Mlp:
         gate_up = self._gate_up(values, adapters)
         if self._cutoff is not None:
             _apply_cutoff(gate_up[:, : self._middle], self._cutoff)
+        if not self._has_gate:
+            return self._down(self._kernels.activate(gate_up, self._activation), adapters)
         return self._down(self._kernels.activate_and_mul(gate_up, self._activation), adapters)
 
 

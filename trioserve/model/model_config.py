@@ -150,7 +150,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         family: name of a Family, see families/registry.py.
-        norm: "rms", or "layer" for LayerNorm without biases.
+        norm: "rms", or LayerNorm: "layer" has weights, "layer_biased" has weights and biases, "layer_bare" has neither.
+        has_head_bias: the output projection to logits has a bias.
         embedding_scale: factor of embeddings.
         logit_scale: factor of logits, applied before logit_cap.
         logit_cap: with the cap c, a logit becomes c * tanh(logit / c). None: there is no cap.
@@ -172,6 +173,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens_max: int
     norm: NormKind = "rms"
     norm_eps: float
+    has_head_bias: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None

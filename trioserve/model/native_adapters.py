@@ -51,7 +51,8 @@ def _products(layer: LayerConfig, hidden: int) -> Iterator[tuple[str, int, tuple
     if isinstance(mlp, MlpConfig):
         middle = mlp.intermediate_size
         # Blocks of gate and up alternate, as in the model's matrix.
-        yield "gate_up", hidden, (_Part("gate_proj", middle, 0, 2), _Part("up_proj", middle, 1, 2))
+        alternating = (_Part("gate_proj", middle, 0, 2), _Part("up_proj", middle, 1, 2))
+        yield "gate_up", hidden, alternating if mlp.has_gate else (_Part("up_proj", middle, 0),)
         yield "down", middle, (_Part("down_proj", hidden, 0),)
 
 

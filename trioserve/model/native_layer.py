@@ -16,6 +16,7 @@ from trioserve.model.layer_config import (
     KVAttention,
     LatentAttentionConfig,
     MlpConfig,
+    NormKind,
     RotaryConfig,
 )
 from trioserve.model.model_config import ModelConfig
@@ -43,7 +44,7 @@ from trioserve_kernels.structs import (
     MatrixStruct,
 )
 
-__all__ = ["NativeLayer", "intermediate_sizes"]
+__all__ = ["NativeLayer", "intermediate_sizes", "norm_slots", "norm_values", "padded_zeros"]
 
 
 def intermediate_sizes(mlp: MlpConfig | ExpertsConfig | None) -> tuple[int, ...]:
@@ -69,6 +70,7 @@ class NativeLayer:
         self.qkv_bias: Float32Array | None = None
         self.output_bias: Float32Array | None = None
         self.sinks: Float32Array | None = None
+        self.activation_weights: Float32Array | None = None
         self.value_norm: Float32Array | None = None
         self.attention_gate_bias: Float32Array | None = None
         self._attention_gate: MatrixStruct | None = None
@@ -78,19 +80,20 @@ class NativeLayer:
         self._laurel_struct: LaurelStruct | None = None
         self._streams_struct: LayerStreamsStruct | None = None
         if isinstance(attention, AttentionConfig):
-            self._make_attention(attention, hidden)
+            self._make_attention(attention, hidden, config.norm)
         elif isinstance(attention, LatentAttentionConfig):
             # There are two latents: queries are projected from one, keys and values from the other. Both have a norm.
             self.query_norm = None if attention.query_rank is None else empty_float32(attention.query_rank)
             self.key_norm = empty_float32(attention.latent_dim)
-        self.attention_norm = empty_float32(hidden) if layer.has_input_norms else None
-        has_mlp_norm = layer.has_input_norms and not layer.is_parallel and mlp is not None
-        self.mlp_norm = empty_float32(hidden) if has_mlp_norm else None
-        self.attention_output_norm = empty_float32(hidden) if layer.has_output_norms else None
-        self.mlp_output_norm = empty_float32(hidden) if layer.has_output_norms else None
+        self._norm_kind = config.norm
+        self.attention_norm = norm_values(hidden, config.norm) if layer.has_input_norms else None
+        self.mlp_norm = norm_values(hidden, config.norm) if layer.has_mlp_norm else None
+        self.attention_output_norm = norm_values(hidden, config.norm) if layer.has_output_norms else None
+        self.mlp_output_norm = norm_values(hidden, config.norm) if layer.has_output_norms else None
         self._latent: LatentStruct | None = None
         has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
-        self.gate_up_bias = empty_float32(2 * intermediate_sizes(mlp)[0]) if has_bias else None
+        self._has_gate = not isinstance(mlp, MlpConfig) or mlp.has_gate
+        self.gate_up_bias = empty_float32((1 + self._has_gate) * intermediate_sizes(mlp)[0]) if has_bias else None
         self.down_bias = empty_float32(hidden) if has_bias else None
         has_gate = isinstance(mlp, ExpertsConfig) and mlp.has_shared_gate
         self.shared_gate = empty_float32(hidden) if has_gate else None
@@ -99,7 +102,7 @@ class NativeLayer:
             self.score_bias = empty_float32(mlp.expert_count)
         self.router_bias: Float32Array | None = None
         if isinstance(mlp, ExpertsConfig) and mlp.has_router_bias:
-            self.router_bias = _padded(mlp.expert_count)
+            self.router_bias = padded_zeros(mlp.expert_count)
         self.expert_biases: tuple[Float32Array, Float32Array] | None = None
         if isinstance(mlp, ExpertsConfig) and mlp.has_bias:
             count = len(self._own_experts)
@@ -107,10 +110,13 @@ class NativeLayer:
         self._experts: ExpertsStruct | None = None
         self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
 
-    def _make_attention(self, attention: AttentionConfig, hidden: int) -> None:
+    def _make_attention(self, attention: AttentionConfig, hidden: int, norm: NormKind) -> None:
         heads, keys = attention.query_size, attention.key_size
         by_head = attention.qk_norm in ("head", "unit")
-        if attention.qk_norm != "none":
+        if attention.qk_norm == "head":
+            self.query_norm = norm_values(attention.head_dim, norm)
+            self.key_norm = norm_values(attention.head_dim, norm) if attention.kv_from is None else None
+        elif attention.qk_norm != "none":
             self.query_norm = _ones(attention.head_dim if by_head else heads)
             self.key_norm = _ones(attention.head_dim if by_head else keys) if attention.kv_from is None else None
         if attention.has_value_norm:
@@ -121,7 +127,7 @@ class NativeLayer:
         if attention.has_output_bias:
             self.output_bias = empty_float32(hidden)
         if attention.has_sinks:
-            self.sinks = _padded(attention.head_count)
+            self.sinks = padded_zeros(attention.head_count)
 
     def struct(self, name: str, weights: PackedWeights, rotaries: Sequence[RotaryConfig | None]) -> LayerStruct:
         """Return the layer's description for the kernels. It contains addresses of arrays that this object owns.
@@ -173,6 +179,7 @@ class NativeLayer:
             **own_fields,
             activation=0 if mlp is None else ACTIVATIONS[mlp.activation],
             is_parallel=self._layer.is_parallel,
+            has_gate=self._has_gate,
             sums_attention=self._part is not None and self._part.sums_attention,
             sums_mlp=self._part is not None and self._part.sums_mlp,
             residual_scale=self._layer.residual_scale,
@@ -273,8 +280,8 @@ class NativeLayer:
                 yield from part.slots(name)
         for projection, bias in (
             *(self._attention_biases(attention) if isinstance(attention, AttentionConfig) else ()),
-            ("gate_proj", _every_other_block(self.gate_up_bias, 0)),
-            ("up_proj", _every_other_block(self.gate_up_bias, 1)),
+            ("gate_proj", _every_other_block(self.gate_up_bias, 0) if self._has_gate else None),
+            ("up_proj", _every_other_block(self.gate_up_bias, 1) if self._has_gate else self.gate_up_bias),
             ("down_proj", self.down_bias),
             ("router", _part(self.router_bias, 0, getattr(self._layer.mlp, "expert_count", 0))),
             *self._expert_biases(),
@@ -291,20 +298,57 @@ class NativeLayer:
             yield float32_slot(f"{name}.router.score_bias", self.score_bias)
         is_latent = isinstance(attention, LatentAttentionConfig)
         is_unit = isinstance(attention, AttentionConfig) and attention.qk_norm == "unit"
-        for norm, weight in (
+        is_of_heads = isinstance(attention, AttentionConfig) and attention.qk_norm == "head"
+        for norm, values in (
             ("attention_norm", self.attention_norm),
             ("attention_output_norm", self.attention_output_norm),
             ("mlp_norm", self.mlp_norm),
             ("mlp_output_norm", self.mlp_output_norm),
-            ("q_a_norm" if is_latent else "q_norm", None if is_unit else self.query_norm),
-            ("kv_a_norm" if is_latent else "k_norm", None if is_unit else self.key_norm),
+            ("q_norm", self.query_norm if is_of_heads else None),
+            ("k_norm", self.key_norm if is_of_heads else None),
+        ):
+            if values is not None:
+                yield from norm_slots(f"{name}.{norm}", values, self._norm_kind)
+        for norm, weight in (
+            ("q_a_norm" if is_latent else "q_norm", None if is_unit or is_of_heads else self.query_norm),
+            ("kv_a_norm" if is_latent else "k_norm", None if is_unit or is_of_heads else self.key_norm),
         ):
             if weight is not None:
                 yield float32_slot(f"{name}.{norm}.weight", weight)
 
 
-def _padded(count: int) -> Float32Array:
-    """Return an array of zeros. Its size is rounded up to whole blocks, because the kernels read whole blocks."""
+def norm_values(size: int, kind: NormKind) -> Float32Array:
+    """Return an array for the weights of a norm, and for its biases after them.
+
+    Args:
+        size: number of values that are normalized together.
+        kind: type of norm, see ModelConfig.
+    """
+    return _ones(2 * size if kind == "layer_biased" else size)
+
+
+def norm_slots(name: str, values: Float32Array, kind: NormKind) -> Iterator[Slot]:
+    """Yield the slots of a norm's tensors.
+
+    Args:
+        name: name of the norm.
+        values: array that norm_values returned.
+        kind: type of norm, see ModelConfig.
+    """
+    if kind == "layer_biased":
+        weights, biases = values.reshape(2, -1)
+        yield float32_slot(f"{name}.weight", weights)
+        yield float32_slot(f"{name}.bias", biases)
+    elif kind != "layer_bare":
+        yield float32_slot(f"{name}.weight", values)
+
+
+def padded_zeros(count: int) -> Float32Array:
+    """Return an array of zeros. Its size is rounded up to whole blocks, because the kernels read whole blocks.
+
+    Args:
+        count: number of values that are used.
+    """
     return np.zeros(-(-count // BLOCK_OUTPUTS) * BLOCK_OUTPUTS, dtype=np.float32)
 
 

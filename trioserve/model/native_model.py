@@ -35,10 +35,15 @@ from trioserve.model.layer_config import (
 )
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_adapters import NativeAdapter
-from trioserve.model.native_layer import NativeLayer, intermediate_sizes
+from trioserve.model.native_layer import (
+    NativeLayer,
+    intermediate_sizes,
+    norm_slots,
+    norm_values,
+    padded_zeros,
+)
 from trioserve.model.native_recurrent import (
     NativeStreams,
-    empty_float32,
     float32_slot,
     why_not_recurrent,
     why_not_streams,
@@ -63,7 +68,6 @@ from trioserve.model.step_rows import StepRows, given_rows, needed_rows, normed,
 from trioserve.model.weights import RowsTarget, Slot
 from trioserve_kernels.native import Engine, Library, address, empty_array, int32_array, start_of
 from trioserve_kernels.structs import (
-    ACTIVATIONS,
     BLOCK_OUTPUTS,
     DTYPES,
     HEAD_DIM_MAX,
@@ -109,9 +113,6 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     turned_dim = config.kv_attention.turned_dim if config.has_attention else 0
     if turned_dim > HEAD_DIM_MAX:
         return f"head_dim is {turned_dim}, above {HEAD_DIM_MAX}"
-    for layer in config.layers:
-        if layer.mlp is not None and layer.mlp.activation not in ACTIVATIONS:
-            return f"they do not compute {layer.mlp.activation}"
     return None
 
 
@@ -192,7 +193,9 @@ class NativeModel:
         if config.streams is not None:
             table_scale = _rounded(config.streams.input_size**0.5, dtype)
             self._streams = NativeStreams(config, config.streams, self._weights, table_scale)
-        self._norm = empty_float32(config.hidden_size)
+        self._norm = norm_values(config.hidden_size, config.norm)
+        has_head_bias = config.has_head and config.has_head_bias
+        self._head_bias = padded_zeros(config.vocab_count) if has_head_bias else None
         self._embedding: Values | None = None
         if config.has_embedding and not config.tie_word_embeddings:
             self._embedding = empty_array((config.vocab_count, config.hidden_size), dtype)
@@ -238,6 +241,7 @@ class NativeModel:
             embedding=None if self._embedding is None else address(self._embedding),
             head=self._weights.matrix(HEAD),
             norm=address(self._norm),
+            head_bias=None if self._head_bias is None else address(self._head_bias),
             streams=None if self._streams is None else ctypes.addressof(self._streams.struct),
         )
         self._adapters: dict[AdapterId, NativeAdapter] = {}
@@ -263,7 +267,9 @@ class NativeModel:
         if self._streams is not None:
             yield from self._streams.slots()
         if self.config.has_head:
-            yield float32_slot("norm.weight", self._norm)
+            yield from norm_slots("norm", self._norm, self.config.norm)
+        if self._head_bias is not None:
+            yield float32_slot("lm_head.bias", self._head_bias[: self.config.vocab_count])
 
     @property
     def storage(self) -> KVStorage[Values] | None:

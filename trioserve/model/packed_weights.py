@@ -310,9 +310,10 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
         # Alternating matrices must have the same format. If the file uses two formats, both matrices become dense.
         return _Part(names, rows, columns, formats.pop() if len(formats) == 1 else WeightFormat.DENSE, pairs_of)
 
-    def gated(name: str, middle: int) -> None:
+    def gated(name: str, middle: int, has_gate: bool = True) -> None:
         # Blocks of gate and up alternate, so a kernel can multiply both results immediately.
-        matrices[f"{name}.gate_up"] = (part(middle, hidden, f"{name}.gate_proj.weight", f"{name}.up_proj.weight"),)
+        names = (f"{name}.gate_proj.weight",) * has_gate + (f"{name}.up_proj.weight",)
+        matrices[f"{name}.gate_up"] = (part(middle, hidden, *names),)
         matrices[f"{name}.down"] = (part(hidden, middle, f"{name}.down_proj.weight"),)
 
     def latents(layer: str, attention: LatentAttentionConfig) -> None:
@@ -385,7 +386,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             matrices[f"{layer}.input_gate"] = (part(size, hidden, f"{layer}.input_gate.weight"),)
             matrices[f"{layer}.input_proj"] = (part(hidden, size, f"{layer}.input_proj.weight"),)
         if isinstance(mlp, MlpConfig):
-            gated(layer, mlp.intermediate_size)
+            gated(layer, mlp.intermediate_size, mlp.has_gate)
         if not isinstance(mlp, ExpertsConfig):
             continue
         # The router's weights are not quantized.

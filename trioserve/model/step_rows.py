@@ -209,19 +209,20 @@ def pooled_vector(rows: Float32Array, pooling: Pooling) -> PoolingResult | None:
 
 
 def normed(kind: NormKind, rows: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
-    """Return the RMS norm (arXiv 1910.07467) of each row, or its LayerNorm without a bias.
+    """Return the RMS norm (arXiv 1910.07467) of each row, or its LayerNorm.
 
     Args:
-        kind: "rms" or "layer".
+        kind: type of norm, see ModelConfig.
         rows: float32 [n, size].
-        weight: float32 [size].
+        weight: float32 [size], or [2 * size] with weights and biases of "layer_biased".
         eps: added to the mean of squares.
 
     Returns:
         float32 [n, size].
     """
-    if kind == "layer":
+    if kind != "rms":
         rows = rows - rows.mean(axis=-1, keepdims=True, dtype=np.float32)
     scale = np.sqrt(np.mean(rows * rows, axis=-1, keepdims=True, dtype=np.float32) + np.float32(eps))
-    result: Float32Array = (rows / scale * weight).astype(np.float32, copy=False)
+    weights, *biases = weight.reshape(-1, rows.shape[1])
+    result: Float32Array = sum(biases, start=rows / scale * weights).astype(np.float32, copy=False)
     return result

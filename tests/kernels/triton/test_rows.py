@@ -130,7 +130,10 @@ def test_activation_times_up_equals_the_reference(
 ) -> None:
     gate_up = numbers(3, 2 * columns, dtype=dtype)
     check_close(triton.activate_and_mul(gate_up), reference.activate_and_mul(gate_up.double()))
-    for activation in ("gelu", "gelu_tanh", "clamped_swiglu"):
+    for activation in ("relu2", "silu"):
+        wanted = reference.activate(gate_up.double(), activation)
+        check_close(triton.activate(gate_up, activation), wanted)
+    for activation in ("gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"):
         if activation == "clamped_swiglu":
             gate_up = gate_up * 4  # The numbers are so large that some values are clamped.
         wanted = reference.activate_and_mul(gate_up.double(), activation)

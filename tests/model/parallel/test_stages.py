@@ -92,6 +92,7 @@ KINDS = (
     "gemma2",
     "gemma3",
     "cohere2",
+    "phi",
     "qwen2-moe",
     "gpt-oss",
     "deepseek-v3",

@@ -33,7 +33,9 @@ class Naming:
         pairs_adjacent: True if rotary embeddings rotate rows 2j and 2j + 1 of a head together. False if they rotate
             rows j and j + half.
         norm_offset: added to the weights of all norms except the norm of a recurrent layer's output.
-        grouped: projections of a delta-rule layer that share tensors. All rows of one group of heads are adjacent.
+        grouped: projections of a delta-rule layer, or queries, keys and values of attention, that share tensors. All
+            rows of one group of heads are adjacent.
+        unread: names of tensors of a layer that some files have, but no model needs.
     """
 
     layers: str | None = None
@@ -43,6 +45,7 @@ class Naming:
     pairs_adjacent: bool = False
     norm_offset: float = 0.0
     grouped: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

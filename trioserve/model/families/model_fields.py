@@ -37,6 +37,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -261,6 +264,20 @@ class ModelFields(Fields):
             raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
         return MlpConfig(
             intermediate_size=self.whole("intermediate_size"), has_bias=has_bias, activation=activation or "silu"
+        )
+
+    def plain_mlp(self, activation: str, *, has_bias: bool) -> MlpConfig:
+        """Build the description of an MLP without a gate.
+
+        Args:
+            activation: name of the activation if hidden_act is missing.
+            has_bias: True if the MLP's projections have biases.
+        """
+        return MlpConfig(
+            intermediate_size=self.whole("intermediate_size"),
+            activation=self.activation("hidden_act", default=activation),
+            has_bias=has_bias,
+            has_gate=False,
         )
 
     def experts(self, count_field: str, intermediate_size: int, *, normalizes: bool, **choices: Any) -> ExpertsConfig:

@@ -12,6 +12,7 @@ from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N
 from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
+from trioserve.model.families.gpt_neox import ARCEE, GPT_NEOX, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
 from trioserve.model.families.gpt_oss import GPT_OSS
 from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, HYPERCLOVAX
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
@@ -55,6 +56,13 @@ FAMILIES: tuple[Family, ...] = (
     INTERNLM3,
     HYPERCLOVAX,
     CWM,
+    GPT_NEOX,
+    PHI,
+    STARCODER2,
+    STABLELM,
+    NEMOTRON,
+    ARCEE,
+    PERSIMMON,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,

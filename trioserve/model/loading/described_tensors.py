@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.names import TRANSFORMERS, Shape, TensorPlace, match_tensors
+from trioserve.model.loading.names import TRANSFORMERS, Shape, TensorPlace, match_tensors, outside_name
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, convert, empty_values
@@ -52,7 +52,6 @@ class ArrivingTensor:
         return result
 
 
-TIED_HEAD = "lm_head.weight"
 NOT_COMPUTED = ("context_tokens_max", "bos_token_id", "eos_token_ids", "dtype_name", "row_factors")
 """Fields of a ModelConfig that do not affect the computation after the weights are read."""
 
@@ -84,8 +83,10 @@ def described_tensors(config: ModelConfig, tensors: Mapping[str, DescribedTensor
     if config.row_factors:
         raise ModelLoadError("this model's files contain factors for its tensors: replace the weights from files")
 
+    tied = outside_name("lm_head.weight", config.family, TRANSFORMERS)
+
     def is_ignored(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (name == TIED_HEAD and config.tie_word_embeddings)
+        return name.endswith("rotary_emb.inv_freq") or (name == tied and config.tie_word_embeddings)
 
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     given: dict[str, list[StoredTensor]] = {name: [] for name in tensors}

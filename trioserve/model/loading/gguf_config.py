@@ -366,7 +366,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         "attention_bias": "blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "use_qk_norm": _has_qk_norm(file, str(name), expert_count),
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "norm_topk_prob": raw.flag_or(f"{name}.expert_weights_norm", name == "qwen3moe"),
         "use_sliding_window": True,
         "max_window_layers": 0,

@@ -30,6 +30,7 @@ from trioserve.model.layer_config import (
     LatentAttentionConfig,
     LayerConfig,
     MlpConfig,
+    NormKind,
     Recurrent,
     RotaryConfig,
     SelectiveScanConfig,
@@ -381,16 +382,23 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes |= {f"streams.{index}.in_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
     for index, layer in enumerate(config.layers):
         experts = config.experts_of(index) if isinstance(layer.mlp, ExpertsConfig) else range(0)
-        for module, shape in _layer_shapes(layer, hidden, experts):
+        for module, shape in _layer_shapes(layer, hidden, experts, config.norm):
             shapes[f"layers.{index}.{module}"] = shape
         for module, shape in () if streams is None else _stream_shapes(streams, hidden):
             shapes[f"layers.{index}.{module}"] = shape
     if streams is not None:
         shapes |= {f"streams.{index}.out_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
-    shapes["norm.weight"] = (hidden,)
+    shapes |= dict(_norm_shapes("norm", hidden, config.norm))
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_count, hidden)
+    if config.has_head_bias:
+        shapes["lm_head.bias"] = (config.vocab_count,)
     return shapes
+
+
+def _norm_shapes(module: str, size: int, kind: NormKind) -> list[tuple[str, Shape]]:
+    kinds = {"layer_biased": ("weight", "bias"), "layer_bare": ()}.get(kind, ("weight",))
+    return [(f"{module}.{each}", (size,)) for each in kinds]
 
 
 def _stream_shapes(streams: StreamsConfig, hidden: int) -> list[tuple[str, Shape]]:
@@ -407,12 +415,10 @@ def _stream_shapes(streams: StreamsConfig, hidden: int) -> list[tuple[str, Shape
     ]
 
 
-def _layer_shapes(layer: LayerConfig, hidden: int, experts: range) -> list[tuple[str, Shape]]:
+def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKind) -> list[tuple[str, Shape]]:
     attention = layer.attention
     norms: list[tuple[str, int]] = []
-    if layer.has_input_norms:
-        norms += [("attention_norm", hidden)]
-        norms += [] if layer.is_parallel or layer.mlp is None else [("mlp_norm", hidden)]
+    inputs = [("attention_norm", hidden)] * layer.has_input_norms + [("mlp_norm", hidden)] * layer.has_mlp_norm
     if layer.has_output_norms:
         norms += [("attention_output_norm", hidden), ("mlp_output_norm", hidden)]
     if isinstance(attention, LatentAttentionConfig):
@@ -422,7 +428,9 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range) -> list[tuple
         sizes = (attention.query_size, attention.key_size)
         if attention.qk_norm == "head":
             sizes = (attention.head_dim, attention.head_dim)
-        if attention.qk_norm not in ("none", "unit"):
+        if attention.qk_norm == "head":
+            inputs += [("q_norm", sizes[0])] + [("k_norm", sizes[1])] * (attention.kv_from is None)
+        elif attention.qk_norm not in ("none", "unit"):
             norms += [("q_norm", sizes[0])] + [("k_norm", sizes[1])] * (attention.kv_from is None)
     norms += [("laurel_norm", hidden)] if layer.laurel_rank else []
     recurrent = layer.recurrent
@@ -432,7 +440,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range) -> list[tuple
         norms += [("gate_norm", recurrent.head_dim)]
     if isinstance(recurrent, SelectiveScanConfig) and recurrent.norm == "weighted":
         norms += zip(("time_step_norm", "b_norm", "c_norm"), recurrent.selected_sizes, strict=True)
-    shapes: list[tuple[str, Shape]] = [(f"{module}.weight", (size,)) for module, size in norms]
+    shapes = [shape for module, size in inputs for shape in _norm_shapes(module, size, norm)]
+    shapes += [(f"{module}.weight", (size,)) for module, size in norms]
     if isinstance(recurrent, StateSpaceConfig):
         shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "skips", "time_step_bias")]
     if isinstance(recurrent, DeltaNetConfig):
@@ -513,13 +522,16 @@ def _latent_matrices(attention: LatentAttentionConfig, hidden: int) -> Iterator[
 def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int, experts: range) -> Iterator[tuple[str, int, int, bool]]:
     """Yield name, rows, columns, and True if there is a bias, for each matrix."""
 
-    def gated(prefix: str, middle: int, has_bias: bool = False) -> Iterator[tuple[str, int, int, bool]]:
-        yield f"{prefix}gate_proj", middle, hidden, has_bias
+    def gated(
+        prefix: str, middle: int, has_bias: bool = False, has_gate: bool = True
+    ) -> Iterator[tuple[str, int, int, bool]]:
+        if has_gate:
+            yield f"{prefix}gate_proj", middle, hidden, has_bias
         yield f"{prefix}up_proj", middle, hidden, has_bias
         yield f"{prefix}down_proj", hidden, middle, has_bias
 
     if isinstance(mlp, MlpConfig):
-        yield from gated("", mlp.intermediate_size, mlp.has_bias)
+        yield from gated("", mlp.intermediate_size, mlp.has_bias, mlp.has_gate)
         return
     yield "router", mlp.expert_count, hidden, mlp.has_router_bias
     for expert in experts:
@@ -639,12 +651,16 @@ def match_tensors(
 
 
 def _unread(config: ModelConfig, format: Format) -> set[str]:
-    """Return names of unused tensors: some files have key and value tensors for layers that use another layer's keys
-    and values.
+    """Return names of unused tensors. The family lists some of them. Some files have key and value tensors for layers
+    that use another layer's keys and values.
     """
+    naming = format.naming_of(config.family)
+    prefix = naming.layers or format.layers
+    unread = {f"{prefix}.{index}.{name}" for index in range(config.layer_count) for name in naming.unread}
     layers = [index for index, other in enumerate(config.kv_layers) if index != other]
     modules = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
-    return {outside_name(f"layers.{index}.{module}", config.family, format) for index in layers for module in modules}
+    names = (f"layers.{index}.{module}" for index in layers for module in modules)
+    return unread.union(outside_name(name, config.family, format) for name in names)
 
 
 def _mixed_place(
@@ -663,7 +679,10 @@ def _mixed_place(
     if module in ("k_b_proj", "v_b_proj") and outside not in found:
         return _part_of_joint(config, name, shape, format)
     if module in naming.grouped:
-        return _part_of_groups(config, module, TensorPlace(outside, shape))
+        place, mixer = TensorPlace(outside, shape), config.layers[int(name.split(".")[1])].attention
+        if isinstance(mixer, AttentionConfig):
+            return _part_of_heads(mixer, module, place, naming)
+        return _part_of_groups(config, module, place)
     if module not in ("q_proj", "q_gate_proj"):
         return None
     attention = config.layers[int(name.split(".")[1])].attention
@@ -701,6 +720,18 @@ def _part_of_groups(config: ModelConfig, module: str, place: TensorPlace) -> Ten
     return replace(place, stored_shape=(rows.size, *place.shape[1:]), order=order)
 
 
+def _part_of_heads(attention: AttentionConfig, module: str, place: TensorPlace, naming: Naming) -> TensorPlace:
+    """Return the TensorPlace of queries, keys or values in a joint tensor. For each key/value head, this tensor has the
+    rows of its query heads, of the key and of the value.
+    """
+    group, dim = attention.head_count // attention.kv_head_count, attention.head_dim
+    heads = np.arange(attention.kv_head_count * (group + 2) * dim).reshape(-1, group + 2, dim)
+    own = heads[:, {"q_proj": slice(group), "k_proj": slice(group, group + 1)}.get(module, slice(group + 1, None))]
+    order = None if module == "v_proj" else _order(attention, module, naming.pairs_adjacent)
+    rows = (own if order is None else own[..., order]).reshape(-1)
+    return replace(place, stored_shape=(heads.size, *place.shape[1:]), order=rows)
+
+
 def _part_of_joint(config: ModelConfig, name: str, shape: Shape, format: Format) -> TensorPlace:
     """Return the TensorPlace of k_b_proj or v_b_proj in their joint tensor. For each head, this tensor has the rows for
     keys, then the rows for values.
@@ -734,7 +765,7 @@ def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -
     naming = format.naming_of(config.family)
     path = name.split(".")
     layer, module = path[1] if path[0] == "layers" else None, path[-2]
-    if module.endswith("norm") and module != "gate_norm" and naming.norm_offset:
+    if module.endswith("norm") and module != "gate_norm" and path[-1] == "weight" and naming.norm_offset:
         place = replace(place, offset=naming.norm_offset)
     if name.endswith(".state.rates"):
         place = replace(place, is_log=format.has_log_rates)

@@ -26,7 +26,14 @@ from trioserve.model.loading.hf_config import (
     sampling_defaults_from,
     sees_images,
 )
-from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, Shape, match_tensors, tensor_shapes
+from trioserve.model.loading.names import (
+    TRANSFORMERS,
+    FurtherLayers,
+    Shape,
+    match_tensors,
+    outside_name,
+    tensor_shapes,
+)
 from trioserve.model.loading.quantization_config import storage_scheme
 from trioserve.model.loading.quantized_matrix import Mxfp4Matrix, QuantizedMatrix, mxfp4_matrices, quantized_matrices
 from trioserve.model.loading.stored_tensor import FP8_ROWS, PLAIN_DTYPES, STORAGE_BYTES, FileTensor, StoredTensor
@@ -103,27 +110,29 @@ class SafetensorsCheckpoint:
         whole = stored
         if sees_images(config):
             stored = _text_tensors(stored)
-        # Models that compute embeddings are saved without a head, and their names have no prefix.
-        if "embed_tokens.weight" in stored:
-            stored = {name if name == "lm_head.weight" else f"model.{name}": at for name, at in stored.items()}
-        self.files: tuple[Path, ...] = tuple(dict.fromkeys(tensor.path for tensor in stored.values()))
         generation_path = directory / "generation_config.json"
         generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
-        embedding = stored.get(EMBEDDING_NAME)
+        described = model_config_from(config, generation_config, dtype_name="float32", context_tokens=context_tokens)
+        embedding_name, self._head_name = (
+            outside_name(name, described.family, TRANSFORMERS) for name in ("embed.weight", "lm_head.weight")
+        )
+        # Models that compute embeddings are saved without a head, and their names have no prefix. Some old models
+        # with a head have no prefix either.
+        prefix, _, unprefixed = embedding_name.partition(".")
+        if unprefixed in stored:
+            stored = {name if name == self._head_name else f"{prefix}.{name}": at for name, at in stored.items()}
+        self.files: tuple[Path, ...] = tuple(dict.fromkeys(tensor.path for tensor in stored.values()))
+        embedding = stored.get(embedding_name)
         matrices: Mapping[str, QuantizedMatrix | Mxfp4Matrix] = {}
         if quantization is not None:
             scheme = storage_scheme(quantization)
             matrices, stored = (
                 mxfp4_matrices(stored) if scheme.layout == "mxfp4" else quantized_matrices(stored, scheme)
             )
-        self.config: ModelConfig = model_config_from(
-            config,
-            generation_config,
-            dtype_name="float32" if embedding is None else embedding.dtype,
-            context_tokens=context_tokens,
-        )
+        dtype_name = "float32" if embedding is None else embedding.dtype
+        self.config: ModelConfig = structs.replace(described, dtype_name=dtype_name)
         self.continues_texts: bool = has_head(config)
-        if not self.continues_texts and "lm_head.weight" not in stored:
+        if not self.continues_texts and self._head_name not in stored:
             # Without a head, the embedding replaces it. check_can_generate rejects requests that need logits.
             self.config = structs.replace(self.config, tie_word_embeddings=True)
         self.vision: VisionPart | None = None
@@ -173,7 +182,7 @@ class SafetensorsCheckpoint:
     def _ignored(self, name: str) -> bool:
         # Old checkpoints store rotary frequencies, which are computed from the config. Some checkpoints store a tied
         # matrix twice.
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
+        if name.endswith("rotary_emb.inv_freq") or (name == self._head_name and self.config.tie_word_embeddings):
             return True
         # Tensors with a dimension of 0 belong to a shared expert without channels.
         if self._further.has(name) or 0 in self._stored[name].shape:
