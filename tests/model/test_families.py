@@ -33,6 +33,8 @@ from trioserve.model.native_model import why_not_native
 from trioserve.model.rotary import rotary_frequencies
 
 GGUF_KINDS = (
+    "gpt2",
+    "gpt-bigcode",
     "gpt-neox",
     "phi",
     "starcoder2",

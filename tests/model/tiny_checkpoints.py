@@ -305,6 +305,59 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "layer_norm_eps": 1e-3}),
     "nemotron": ("nemotron", {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "norm_eps": 1e-3}),
     "arcee": ("arcee", {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3_ROPE}),
+    "apertus": ("apertus", {"head_dim": 32, "attention_bias": True, "rope_parameters": _LLAMA3_ROPE}),
+    "gpt2": ("gpt2", {"n_inner": 96, "layer_norm_epsilon": 1e-3}),
+    "gpt2-scaled": (
+        "gpt2",
+        {
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "activation_function": "relu",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gpt-bigcode": ("gpt_bigcode", {"n_inner": 96, "layer_norm_epsilon": 1e-3}),
+    "gpt-bigcode-heads": (
+        "gpt_bigcode",
+        {
+            "multi_query": False,
+            "scale_attn_weights": False,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "pad_token_id": 1}),
+    "opt-bare": (
+        "opt",
+        {
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 64,
+            "pad_token_id": 1,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gptj": ("gptj", {"n_inner": 96, "rotary_dim": 8, "layer_norm_epsilon": 1e-3}),
+    "codegen": ("codegen", {"rotary_dim": 8, "activation_function": "gelu", "tie_word_embeddings": True}),
+    "falcon": ("falcon", {"layer_norm_epsilon": 1e-3}),
+    "falcon-serial": (
+        "falcon",
+        {
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            "activation": "relu",
+            "ffn_hidden_size": 96,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon-grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-grouped-one-norm": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
     "persimmon": ("persimmon", {"layer_norm_eps": 1e-3}),
     "gemma3-images": (
         "gemma3",
@@ -960,6 +1013,14 @@ _USUAL_FIELDS = {
     "moe_layer_start_index": "first_k_dense_replace",
     "moe_layer_interval": "interleave_moe_layer_step",
 }
+_GPT2_FIELDS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
 _ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
 _HYBRIDS = ("granitemoehybrid", "jamba", "lfm2", "lfm2_moe")
 _PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixtral", "ministral3", "smollm3")
@@ -976,6 +1037,7 @@ _ARCHITECTURES = {
     "cohere": "command-r",
     "gpt_neox": "gptneox",
     "phi": "phi2",
+    "gpt_bigcode": "starcoder",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -1018,6 +1080,8 @@ def write_family_gguf(
     model_type = config["model_type"]
     architecture = _ARCHITECTURES.get(model_type, model_type)
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    if model_type in ("gpt2", "gpt_bigcode"):
+        config |= {usual: config[field] for field, usual in _GPT2_FIELDS.items()}
     further = config.get("num_nextn_predict_layers", 0)
     config["num_hidden_layers"] += further
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
@@ -1098,6 +1162,8 @@ def write_family_gguf(
             values = values + 1.0
         if model_type == "nemotron" and name.endswith("norm.weight"):
             values = values + 1.0
+        if model_type == "gpt2" and ".c_" in name and values.ndim == 2:
+            values = np.ascontiguousarray(values.T)
         if model_type == "gpt_neox" and "query_key_value" in name:
             by_head = values.reshape(config["num_attention_heads"], 3, head_dim, *values.shape[1:])
             values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)

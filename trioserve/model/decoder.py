@@ -33,7 +33,7 @@ from trioserve.model.layers import (
     temperature_factors,
 )
 from trioserve.model.loading.stored_tensor import FP8_ROWS
-from trioserve.model.mlp import Experts, Mlp
+from trioserve.model.mlp import Experts, Mlp, Xielu
 from trioserve.model.model_config import LayerPart, ModelConfig
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
 from trioserve.model.recurrent_layers import DeltaNet, SelectiveScan, ShortConv, StateSpace
@@ -234,6 +234,7 @@ class _Layer:
                 mlp.intermediate_size,
                 mlp.activation,
                 kernels,
+                xielu=Xielu(name, dtype=dtype, device=device) if mlp.activation == "xielu" else None,
                 has_bias=mlp.has_bias,
                 has_gate=mlp.has_gate,
                 cutoff=mlp.cutoff,
@@ -244,6 +245,7 @@ class _Layer:
         self.streams: LayerStreams | None = None
         if config.streams is not None:
             assert mlp is not None, "checked by ModelConfig"
+            assert mlp.activation != "xielu", "streams use the activation of a gate"
             self.streams = LayerStreams(
                 index, config, config.streams, mlp.activation, kernels, linear, dtype=dtype, device=device
             )
@@ -417,6 +419,12 @@ class Decoder:
         self._embedding: Embedding | None = None
         if config.has_embedding or (config.has_head and config.tie_word_embeddings):
             self._embedding = Embedding(config.vocab_count, config.hidden_size, dtype=dtype, device=device, first=first)
+        self._positions: Tensor | None = None
+        if config.position_rows:
+            self._positions = torch.empty(config.position_rows, config.hidden_size, dtype=dtype, device=device)
+        self._embedding_norm: Norm | None = None
+        if config.has_embedding and config.has_embedding_norm:
+            self._embedding_norm = Norm("embed_norm", config.hidden_size, config, kernels, dtype=dtype, device=device)
         # The scale is rounded to the dtype, as in the reference implementations. The scale is a Python number, because
         # a tensor would be copied to the device in each step.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -469,7 +477,9 @@ class Decoder:
         tied = self.config.tie_word_embeddings
         if self._embedding is not None:
             yield from self._embedding.slots(tied=self._head if tied else None)
-        for part in (self._streams, *self._layers, self._norm):
+        if (table := self._positions) is not None:
+            yield TensorSlot("positions.weight", tuple(table.shape), table.dtype, table.copy_)
+        for part in (self._embedding_norm, self._streams, *self._layers, self._norm):
             if part is not None:
                 yield from part.slots()
         for slot in () if self._head is None else self._head.slots():
@@ -539,6 +549,10 @@ class Decoder:
             sums.add_(hidden)
         if self.config.embedding_scale != 1.0:
             hidden *= self._embedding_scale
+        if self._positions is not None and self.config.position_first is not None:
+            hidden += self._positions.index_select(0, step.positions + self.config.position_first)
+        if self._embedding_norm is not None:
+            hidden = self._embedding_norm(hidden)
         if step.given is not None:
             hidden.index_copy_(0, step.given[0], step.given[1].to(hidden.dtype))
         return hidden

@@ -31,11 +31,13 @@ __all__ = [
     "SelectiveScanConfig",
     "SelectionNorm",
     "Temperature",
+    "XIELU_NUMBERS",
     "check_count",
     "check_positive",
 ]
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
 NormKind = Literal["rms", "layer", "layer_biased", "layer_bare"]
 QkNorm = Literal["none", "head", "heads", "row", "unit"]
 Scoring = Literal["softmax", "sigmoid"]
@@ -379,6 +381,7 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     Activations:
         gelu_tanh: gelu, approximated with tanh.
         relu2: square of relu.
+        xielu: xIELU (arXiv 2411.13010), whose four numbers belong to the layer. Only for an MLP without a gate.
         clamped_swiglu: the MLP computes g * sigmoid(1.702 g) * (u + 1) in place of activation(gate) * up. g is the gate
             clamped to at most 7, and u is up clamped to the range from -7 to 7.
 
@@ -391,7 +394,7 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     """
 
     intermediate_size: int
-    activation: Activation = "silu"
+    activation: Activation | Literal["xielu"] = "silu"
     has_bias: bool = False
     has_gate: bool = True
     cutoff: float | None = None
@@ -399,6 +402,7 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     def __post_init__(self) -> None:
         check_count("intermediate_size", self.intermediate_size, DIMENSION_MAX)
         assert self.has_gate or self.cutoff is None, "a cutoff applies to gates"
+        assert self.activation != "xielu" or not self.has_gate, "xielu applies to MLPs without a gate"
         if self.cutoff is not None and not math.isfinite(self.cutoff):
             raise ModelLoadError(f"the gates' cutoff is {self.cutoff}: the checkpoint's config is damaged")
 

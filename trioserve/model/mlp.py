@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from trioserve.model.layer_config import Activation, ExpertsConfig
+from trioserve.model.layer_config import XIELU_NUMBERS, Activation, ExpertsConfig
 from trioserve.model.layers import Linear, MakeLinear
 from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
 
-__all__ = ["Experts", "Mlp"]
+__all__ = ["Experts", "Mlp", "Xielu"]
+
+
+class Xielu:
+    """Activation xIELU of one layer (arXiv 2411.13010).
+
+    Args:
+        layer: name of the layer.
+        dtype: number format of the four numbers.
+        device: device of the numbers.
+    """
+
+    def __init__(self, layer: str, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._numbers = {f"{layer}.xielu.{name}": torch.empty(1, dtype=dtype, device=device) for name in XIELU_NUMBERS}
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for name, number in self._numbers.items():
+            yield TensorSlot(name, (1,), number.dtype, number.copy_)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
+        # removes this difference, so the result of a row does not depend on the batch.
+        alpha_p, alpha_n, beta, eps = (number.double() for number in self._numbers.values())
+        exact = values.double()
+        below = (torch.minimum(exact, eps).expm1() - exact) * (beta + functional.softplus(alpha_n))
+        curved = torch.where(exact > 0, exact.square() * functional.softplus(alpha_p), below)
+        return (curved + exact * beta).to(values.dtype)
 
 
 class Mlp:
@@ -27,15 +55,17 @@ class Mlp:
         prefix: str,
         hidden: int,
         middle: int,
-        activation: Activation,
+        activation: Activation | Literal["xielu"],
         kernels: Kernels,
         *,
+        xielu: Xielu | None = None,
         has_bias: bool = False,
         has_gate: bool = True,
         cutoff: float | None = None,
     ) -> None:
         self._kernels = kernels
-        self._activation = activation
+        self._xielu = xielu
+        self._activation: Activation = "silu" if activation == "xielu" else activation  # xielu replaces it
         self._middle, self._cutoff, self._has_gate = middle, cutoff, has_gate
         names = (f"{prefix}gate_proj", f"{prefix}up_proj") if has_gate else (f"{prefix}up_proj",)
         self._gate_up = linear(hidden, has_bias, **dict.fromkeys(names, middle))
@@ -47,13 +77,16 @@ class Mlp:
         return sum(linear.saved_bytes for linear in self.linears)
 
     def slots(self) -> Iterator[TensorSlot]:
-        for linear in self.linears:
-            yield from linear.slots()
+        for part in (self._xielu, *self.linears):
+            if part is not None:
+                yield from part.slots()
 
     def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         gate_up = self._gate_up(values, adapters)
         if self._cutoff is not None:
             _apply_cutoff(gate_up[:, : self._middle], self._cutoff)
+        if self._xielu is not None:
+            return self._down(self._xielu(gate_up), adapters)
         if not self._has_gate:
             return self._down(self._kernels.activate(gate_up, self._activation), adapters)
         return self._down(self._kernels.activate_and_mul(gate_up, self._activation), adapters)

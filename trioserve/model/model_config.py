@@ -35,6 +35,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 # The limit prevents a huge tuple of layers for a damaged header. The largest models of these families have 126 layers.
 LAYERS_MAX = 1_024
 STREAMS_MAX = 8
+POSITION_FIRST_MAX = 64
 
 
 class RowFactors(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +154,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         norm: "rms", or LayerNorm: "layer" has weights, "layer_biased" has weights and biases, "layer_bare" has neither.
         has_head_bias: the output projection to logits has a bias.
         embedding_scale: factor of embeddings.
+        position_first: row of the first position in a table of learned position embeddings, which are added to the
+            embeddings of tokens. None: there is no such table.
+        has_embedding_norm: embeddings are normalized.
         logit_scale: factor of logits, applied before logit_cap.
         logit_cap: with the cap c, a logit becomes c * tanh(logit / c). None: there is no cap.
         dtype_name: number format of the checkpoint. For a quantized checkpoint, it is the format of the embeddings. For
@@ -175,6 +179,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     has_head_bias: bool = False
     embedding_scale: float = 1.0
+    position_first: int | None = None
+    has_embedding_norm: bool = False
     logit_scale: float = 1.0
     logit_cap: float | None = None
     tie_word_embeddings: bool
@@ -193,6 +199,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_count("context_tokens_max", self.context_tokens_max, CONTEXT_TOKENS_MAX)
         check_positive("the norms' epsilon", self.norm_eps)
         check_positive("the embeddings' scale", self.embedding_scale)
+        check_count("the first position's row", self.position_first or 0, POSITION_FIRST_MAX, 0)
         check_positive("the logits' scale", self.logit_scale)
         if self.logit_cap is not None:
             check_positive("final_logit_softcapping", self.logit_cap)
@@ -235,6 +242,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def has_head(self) -> bool:
         """True if this stage has the last norm and the head, and therefore samples tokens."""
         return self.stage is None or self.stage.has_head
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of this stage's table of learned position embeddings. 0: there is no such table."""
+        if self.position_first is None or not self.has_embedding:
+            return 0
+        return self.position_first + self.context_tokens_max
 
     @property
     def vocab_count(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from trioserve.model.layer_config import (
+    XIELU_NUMBERS,
     AttentionConfig,
     ExpertsConfig,
     KVAttention,
@@ -92,6 +93,8 @@ class NativeLayer:
         self.mlp_output_norm = norm_values(hidden, config.norm) if layer.has_output_norms else None
         self._latent: LatentStruct | None = None
         has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
+        if isinstance(mlp, MlpConfig) and mlp.activation == "xielu":
+            self.activation_weights = empty_float32(len(XIELU_NUMBERS))
         self._has_gate = not isinstance(mlp, MlpConfig) or mlp.has_gate
         self.gate_up_bias = empty_float32((1 + self._has_gate) * intermediate_sizes(mlp)[0]) if has_bias else None
         self.down_bias = empty_float32(hidden) if has_bias else None
@@ -288,6 +291,9 @@ class NativeLayer:
         ):
             if bias is not None:
                 yield float32_slot(f"{name}.{projection}.bias", bias, (bias.size,))
+        if self.activation_weights is not None:
+            for index, number in enumerate(XIELU_NUMBERS):
+                yield float32_slot(f"{name}.xielu.{number}", self.activation_weights[index : index + 1])
         if self.sinks is not None:
             assert isinstance(attention, AttentionConfig), "only AttentionConfig has sinks"
             sinks = self.sinks[: attention.head_count]

@@ -197,6 +197,12 @@ class NativeModel:
         has_head_bias = config.has_head and config.has_head_bias
         self._head_bias = padded_zeros(config.vocab_count) if has_head_bias else None
         self._embedding: Values | None = None
+        self._positions: Values | None = None
+        if config.position_rows:
+            self._positions = empty_array((config.position_rows, config.hidden_size), dtype)
+        self._embedding_norm: Float32Array | None = None
+        if config.has_embedding and config.has_embedding_norm:
+            self._embedding_norm = norm_values(config.hidden_size, config.norm)
         if config.has_embedding and not config.tie_word_embeddings:
             self._embedding = empty_array((config.vocab_count, config.hidden_size), dtype)
         attention, rotaries = (config.kv_attention if config.has_attention else None), config.rotaries
@@ -241,6 +247,9 @@ class NativeModel:
             embedding=None if self._embedding is None else address(self._embedding),
             head=self._weights.matrix(HEAD),
             norm=address(self._norm),
+            positions=None if self._positions is None else address(self._positions),
+            position_first=config.position_first or 0,
+            embedding_norm=None if self._embedding_norm is None else address(self._embedding_norm),
             head_bias=None if self._head_bias is None else address(self._head_bias),
             streams=None if self._streams is None else ctypes.addressof(self._streams.struct),
         )
@@ -262,6 +271,10 @@ class NativeModel:
         yield from self._weights.slots()
         if self._embedding is not None:
             yield _copied_slot("embed.weight", self._embedding, self.dtype, self._library)
+        if self._positions is not None:
+            yield _copied_slot("positions.weight", self._positions, self.dtype, self._library)
+        if self._embedding_norm is not None:
+            yield from norm_slots("embed_norm", self._embedding_norm, self.config.norm)
         for index, layer in enumerate(self._layers):
             yield from layer.slots(f"layers.{index}")
         if self._streams is not None:

@@ -43,6 +43,8 @@ FURTHER_KINDS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("cohere2", 2, {}),
     ("gpt-neox", 2, {}),
     ("phi", 2, {}),
+    ("gpt2", 2, {}),
+    ("apertus", 2, {}),
     ("olmo2", 2, {}),
     ("qwen2-moe", 2, {}),
     ("granite-moe", 2, {"expert_parallel": True}),

@@ -93,6 +93,7 @@ KINDS = (
     "gemma3",
     "cohere2",
     "phi",
+    "gpt2",
     "qwen2-moe",
     "gpt-oss",
     "deepseek-v3",

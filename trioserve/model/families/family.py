@@ -35,6 +35,8 @@ class Naming:
         norm_offset: added to the weights of all norms except the norm of a recurrent layer's output.
         grouped: projections of a delta-rule layer, or queries, keys and values of attention, that share tensors. All
             rows of one group of heads are adjacent.
+        shards: number of shards of the heads in which grouped projections are stored, each with queries, values and
+            keys. 0: each group of heads has queries, keys and values.
         unread: names of tensors of a layer that some files have, but no model needs.
     """
 
@@ -45,6 +47,7 @@ class Naming:
     pairs_adjacent: bool = False
     norm_offset: float = 0.0
     grouped: tuple[str, ...] = ()
+    shards: int = 0
     unread: tuple[str, ...] = ()
 
 

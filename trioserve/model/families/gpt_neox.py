@@ -1,4 +1,4 @@
-"""GPT-NeoX and its kin with LayerNorm and MLPs without a gate: Persimmon, Phi 1 and 2, StarCoder 2, Nemotron, Arcee.
+"""GPT-NeoX and its kin with MLPs without a gate: Persimmon, Phi 1 and 2, StarCoder 2, Nemotron, Arcee, Apertus.
 
 The rows of GPT-NeoX's queries, keys and values are adjacent for each head.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
-from trioserve.model.layer_config import AttentionConfig, LayerConfig, QkNorm
+from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, QkNorm
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["ARCEE", "GPT_NEOX", "NEMOTRON", "PERSIMMON", "PHI", "STABLELM", "STARCODER2"]
+__all__ = ["APERTUS", "ARCEE", "GPT_NEOX", "NEMOTRON", "PERSIMMON", "PHI", "STABLELM", "STARCODER2"]
 
 
 def _attention(fields: ModelFields, rotated_part: float = 1.0, **choices: Any) -> AttentionConfig:
@@ -200,6 +200,38 @@ ARCEE = Family(
     defaults={"rms_norm_eps": 1e-5},
     describe=_describe_arcee,
     gguf=GgufNaming(architecture="arcee"),
+)
+
+
+def _describe_apertus(fields: ModelFields) -> ModelConfig:
+    """Describe Apertus: normed heads, and an MLP whose activation has numbers of its own."""
+    if (name := fields.text_or("hidden_act", "xielu")) != "xielu":
+        raise fields.wrong("hidden_act", f"'xielu' for this family, and not {name!r}")
+    has_bias = fields.flag_or("attention_bias", False)
+    attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias, qk_norm="head")
+    mlp = MlpConfig(intermediate_size=fields.whole("intermediate_size"), activation="xielu", has_gate=False)
+    return fields.described("apertus", (LayerConfig(attention=attention, mlp=mlp),) * fields.layer_count)
+
+
+APERTUS = Family(
+    name="apertus",
+    classes=("ApertusForCausalLM",),
+    model_type="apertus",
+    notes=("post_norm", "qk_norm"),
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 12_000_000.0,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12_000_000.0,
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    describe=_describe_apertus,
+    transformers=Naming(modules={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}),
 )
 
 

@@ -266,15 +266,16 @@ class ModelFields(Fields):
             intermediate_size=self.whole("intermediate_size"), has_bias=has_bias, activation=activation or "silu"
         )
 
-    def plain_mlp(self, activation: str, *, has_bias: bool) -> MlpConfig:
+    def plain_mlp(self, activation: str, *, has_bias: bool, size: int | None = None) -> MlpConfig:
         """Build the description of an MLP without a gate.
 
         Args:
             activation: name of the activation if hidden_act is missing.
             has_bias: True if the MLP's projections have biases.
+            size: intermediate size of the MLP. None reads intermediate_size.
         """
         return MlpConfig(
-            intermediate_size=self.whole("intermediate_size"),
+            intermediate_size=self.whole("intermediate_size") if size is None else size,
             activation=self.activation("hidden_act", default=activation),
             has_bias=has_bias,
             has_gate=False,

@@ -12,7 +12,8 @@ from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N
 from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
-from trioserve.model.families.gpt_neox import ARCEE, GPT_NEOX, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
+from trioserve.model.families.gpt2 import CODEGEN, FALCON, FALCON_GROUPED, GPT2, GPT_BIGCODE, GPTJ, OPT
+from trioserve.model.families.gpt_neox import APERTUS, ARCEE, GPT_NEOX, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
 from trioserve.model.families.gpt_oss import GPT_OSS
 from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, HYPERCLOVAX
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
@@ -63,6 +64,14 @@ FAMILIES: tuple[Family, ...] = (
     NEMOTRON,
     ARCEE,
     PERSIMMON,
+    APERTUS,
+    GPT2,
+    GPT_BIGCODE,
+    OPT,
+    GPTJ,
+    CODEGEN,
+    FALCON,
+    FALCON_GROUPED,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,

@@ -220,6 +220,7 @@ _KEYS = {
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
     "intermediate_size": "feed_forward_length",
+    "n_inner": "feed_forward_length",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",

@@ -23,6 +23,7 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Naming
 from trioserve.model.families.registry import family_named
 from trioserve.model.layer_config import (
+    XIELU_NUMBERS,
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
@@ -183,6 +184,7 @@ class TensorPlace:
 TRANSFORMERS = Format(
     {
         "embed": "model.embed_tokens",
+        "embed_norm": "model.embed_norm",
         "norm": "model.norm",
         "lm_head": "lm_head",
         "attention_norm": "input_layernorm",
@@ -231,6 +233,7 @@ TRANSFORMERS = Format(
         "delta_gate": "linear_attn.in_proj_z",
         "delta_decay": "linear_attn.in_proj_a",
         "delta_share": "linear_attn.in_proj_b",
+        **{f"xielu.{number}": f"mlp.act_fn.{number}" for number in XIELU_NUMBERS},
         "laurel_in": "laurel.linear_left",
         "laurel_out": "laurel.linear_right",
         "laurel_norm": "laurel.post_laurel_norm",
@@ -256,6 +259,8 @@ TRANSFORMERS = Format(
 GGUF = Format(
     {
         "embed": "token_embd",
+        "embed_norm": "token_embd_norm",
+        "positions": "position_embd",
         "norm": "output_norm",
         "lm_head": "output",
         "attention_norm": "attn_norm",
@@ -373,6 +378,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (config.vocab_count, hidden)}
+    if config.position_rows:
+        shapes["positions.weight"] = (config.position_rows, hidden)
+    if config.has_embedding_norm:
+        shapes |= dict(_norm_shapes("embed_norm", hidden, config.norm))
     streams = config.streams
     if streams is not None:
         inputs = config.layer_count * streams.input_size
@@ -452,6 +461,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
         shapes.append(("state.time_step_bias", channels))
     if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_score_bias:
         shapes.append(("router.score_bias", (layer.mlp.expert_count,)))
+    if isinstance(layer.mlp, MlpConfig) and layer.mlp.activation == "xielu":
+        shapes += [(f"xielu.{number}", (1,)) for number in XIELU_NUMBERS]
     if layer.laurel_rank:
         shapes += [
             ("laurel_in.weight", (layer.laurel_rank, hidden)),
@@ -726,6 +737,9 @@ def _part_of_heads(attention: AttentionConfig, module: str, place: TensorPlace, 
     """
     group, dim = attention.head_count // attention.kv_head_count, attention.head_dim
     heads = np.arange(attention.kv_head_count * (group + 2) * dim).reshape(-1, group + 2, dim)
+    if naming.shards:
+        queries, values, keys = heads.reshape(naming.shards, 3, -1).swapaxes(0, 1).reshape(3, -1, 1, dim)
+        heads = np.concatenate((queries, keys, values), axis=1)
     own = heads[:, {"q_proj": slice(group), "k_proj": slice(group, group + 1)}.get(module, slice(group + 1, None))]
     order = None if module == "v_proj" else _order(attention, module, naming.pairs_adjacent)
     rows = (own if order is None else own[..., order]).reshape(-1)

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from trioserve.contracts.errors import StartupError
 from trioserve.model.layer_config import (
+    XIELU_NUMBERS,
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
@@ -205,13 +206,17 @@ Place: TypeAlias = tuple[int, int]
 """Number of a rank, and number of ranks."""
 ALONE: Place = (0, 1)
 
-OUTSIDE_LAYERS = ("layer_inputs.embed", "layer_inputs.proj", "layer_inputs.norm", "streams.in_proj", "streams.out_proj")
+OUTSIDE_LAYERS = (
+    *("positions", "embed_norm", "layer_inputs.embed", "layer_inputs.proj", "layer_inputs.norm"),
+    *("streams.in_proj", "streams.out_proj"),
+)
 WHOLE_OF_LAYERS = (
     "attention_norm",
     "attention_output_norm",
     "mlp_norm",
     "mlp_output_norm",
     "laurel_norm",
+    *(f"xielu.{number}" for number in XIELU_NUMBERS),
     "laurel_in",
     "laurel_out",
     "stream_router_norm",

@@ -36,7 +36,7 @@ __all__ = [
     "stage_runs",
 ]
 
-EMBEDDING, HEAD = ("embed",), ("norm", "lm_head")  # Names of tensors, up to the first dot.
+EMBEDDING, HEAD = ("embed", "positions", "embed_norm"), ("norm", "lm_head")  # Names of tensors, up to the first dot.
 
 
 class Handover(Protocol):
@@ -127,7 +127,7 @@ class StageCheckpoint:
             index = int(path[1]) - self._run[0]
             return ".".join(("layers", str(index), *path[2:])) if 0 <= index < self._run[1] else None
         is_tied = self.config.tie_word_embeddings
-        in_first, in_last = path[0] in EMBEDDING, path[0] in HEAD or (path[0] in EMBEDDING and is_tied)
+        in_first, in_last = path[0] in EMBEDDING, path[0] in HEAD or (path[0] == "embed" and is_tied)
         assert in_first or in_last, f"no stage is defined for {name}"
         return name if (in_first and self.config.has_embedding) or (in_last and self.config.has_head) else None
 
@@ -270,6 +270,6 @@ def _layer_sizes(checkpoint: Checkpoint) -> Sequence[int]:
             sizes[int(path[1])] += size
         if path[0] in EMBEDDING:
             sizes[0] += size
-        if path[0] in HEAD or (path[0] in EMBEDDING and config.tie_word_embeddings):
+        if path[0] in HEAD or (path[0] == "embed" and config.tie_word_embeddings):
             sizes[-1] += size
     return sizes
