@@ -68,7 +68,7 @@ CACHES = {
     ("router/policies.py", "_orders"): OF_SERVER,
     ("router/peer_shares.py", "_computed"): OF_SERVER,
     ("api/page/page.py", "_snapshots"): OWNED,
-    ("api/responses/kept_responses.py", "_listed"): OWNED,
+    ("api/responses/stored_responses.py", "_listed"): OWNED,
     ("api/page/page.py", "_changes"): OWNED,  # The keys of this cache are snapshots, which have one owner.
     ("text/response_parsers/forced_calls.py", "_schemas"): OF_REQUEST,
     ("text/json_keys.py", "_doubtful"): "of the tokenizer alone: its keys are the few positions within a JSON text",
@@ -84,7 +84,7 @@ CACHES = {
     ("connectors/stream/reader.py", "_peers"): NOT_A_CACHE,
     ("engine/live_feed.py", "_watched"): NOT_A_CACHE,
     ("engine/open_request.py", "_given"): NOT_A_CACHE,
-    ("metrics/plain_histogram.py", "_children"): NOT_A_CACHE,
+    ("metrics/metric.py", "_children"): NOT_A_CACHE,
     ("router/policies.py", "_last"): NOT_A_CACHE,
     ("router/queues.py", "models"): NOT_A_CACHE,
     ("core/block_holds.py", "_ended"): NOT_A_CACHE,

@@ -178,7 +178,7 @@ COMMANDS_THAT_PRETEND = words(
 # torch. They import torch inside of functions, once torch is selected as the backend.
 TORCH_FILES = {
     "bench.inside": words(
-        "gpu/cases.py gpu/command.py gpu/kernel_checks.py gpu/kernel_times.py gpu/machine.py gpu/part.py gpu/steps.py "
+        "gpu/command.py gpu/kernel_checks.py gpu/kernel_times.py gpu/machine.py gpu/part.py gpu/steps.py "
         "gpu/transformers_steps.py"
     ),
     "model": words(

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from trioserve.contracts.output import Delta
     from trioserve.contracts.pooling import LabelledPrompt, PoolingParams, PoolingResult, TextPair
     from trioserve.contracts.prompt import ChatPrompt
+    from trioserve.contracts.request import Retention
     from trioserve.contracts.resume import Resume
-    from trioserve.contracts.retention import Retention
-    from trioserve.contracts.sampling import SamplingParams
+    from trioserve.contracts.sampling import SamplingParams, Thinking
     from trioserve.contracts.structured_output import StructuredOutput
-    from trioserve.contracts.thinking import Thinking
     from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightGroup
     from trioserve.engine.engine import Engine
     from trioserve.engine.session import Reply, Session
@@ -117,11 +116,11 @@ _HOMES = {
     "PoolingParams": "trioserve.contracts.pooling",
     "Reply": "trioserve.engine.session",
     "Resume": "trioserve.contracts.resume",
-    "Retention": "trioserve.contracts.retention",
+    "Retention": "trioserve.contracts.request",
     "SamplingParams": "trioserve.contracts.sampling",
     "TextPair": "trioserve.contracts.pooling",
     "StructuredOutput": "trioserve.contracts.structured_output",
-    "Thinking": "trioserve.contracts.thinking",
+    "Thinking": "trioserve.contracts.sampling",
     **dict.fromkeys(
         ("ContentText", "ReasoningText", "ToolCallArguments", "ToolCallBegin", "ToolCallEnd"),
         "trioserve.text.response_parts",

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
+from trioserve.contracts.arguments import closest_name
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.spelling import closest_name
 from trioserve.options.engine import EngineOptions, ImageOptions
 from trioserve.options.hosting import HostingOptions, hosted_model_text
 from trioserve.options.option import ENVIRONMENT_PREFIX, Option, about, checked, checked_parameters, options_of

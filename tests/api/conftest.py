@@ -21,7 +21,7 @@ from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.lifecycle.load_changes import LoadChanges
-from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.step_times import StepWatch
 from trioserve.http.exchange import Exchange, HeaderFields, Headers
 from trioserve.metrics.registry import Metrics
 from trioserve.text.response_parsers.registry import ResponseFamilies

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from trioserve.api.anthropic.bodies import CountTokensBody, MessagesBody
-from trioserve.api.embeddings.bodies import EmbeddingsBody
+from trioserve.api.embeddings.embeddings import EmbeddingsBody
 from trioserve.api.ollama.bodies import (
     OllamaChatBody,
     OllamaEmbedBody,

@@ -10,7 +10,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.turn.chat_turn import TurnRequest
 from trioserve.contracts.deadlines import NO_DEADLINES
-from trioserve.contracts.retention import RETENTION_IDLE_SECONDS_MAX
+from trioserve.contracts.request import RETENTION_IDLE_SECONDS_MAX
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 

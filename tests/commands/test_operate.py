@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from trioserve import cli
-from trioserve.api.page.changes import change_between, snapshot_fields
+from trioserve.api.page.page import change_between, snapshot_fields
 from trioserve.commands.remote import RemoteServer
 from trioserve.commands.top import FeedState, states, view
 from trioserve.contracts.page import HistoryShown, PageSnapshot, ServerShown

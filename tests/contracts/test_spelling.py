@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.contracts.spelling import closest_name
+from trioserve.contracts.arguments import closest_name
 
 KNOWN = ("--max-model-len", "--max-num-seqs", "--port", "--host", "TRIOSERVE_API_KEY", "block_size")
 

@@ -18,8 +18,7 @@ import pytest
 
 from trioserve.contracts.events import RequestFinished
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.retention import Retention
+from trioserve.contracts.request import EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepResult
 from trioserve.core.engine import EngineCore

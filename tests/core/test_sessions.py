@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.retention import RETENTION_IDLE_SECONDS_MAX, RETENTION_WEIGHT_MAX, Retention
+from trioserve.contracts.request import RETENTION_IDLE_SECONDS_MAX, RETENTION_WEIGHT_MAX, EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EvictionClass
 from trioserve.contracts.step import StepResult

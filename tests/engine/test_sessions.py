@@ -24,7 +24,7 @@ from trioserve.contracts.errors import (
 )
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.prompt import ChatPrompt
-from trioserve.contracts.retention import Retention
+from trioserve.contracts.request import Retention
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.conversation import common_count
 from trioserve.engine.session import Session

@@ -14,7 +14,7 @@ from trioserve.contracts.errors import StartupError, StepOverdue
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.step_times import StepWatch
 from trioserve.engine.settings import EngineSettings
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.memory_server import MemoryServer, open_memory_server

@@ -13,7 +13,7 @@ import trio.testing
 from trioserve import AbortOutcome, Deadlines, FinishReason, InvalidRequest, SamplingParams, StructuredOutput, Thinking
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.resume import Resume
-from trioserve.contracts.thinking import ReasoningOutcome
+from trioserve.contracts.sampling import ReasoningOutcome
 from trioserve.testing import open_fake_engine
 from trioserve.testing.inline_work import InlineTexts
 from trioserve.text.grammar_compiler import GrammarCompiler

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from trioserve.metrics.registry import Metrics
-from trioserve.metrics.text_format import joined_pages
+from trioserve.metrics.registry import Metrics, joined_pages
 
 ONE = b'# HELP a What a is.\n# TYPE a counter\na_total 1.0\n# HELP b B.\n# TYPE b gauge\nb{x="y z"} 2.0\n'
 TWO = b'# HELP b B.\n# TYPE b gauge\nb{x="{"} 3.0\n# HELP c C.\n# TYPE c gauge\nc 4.0\n'

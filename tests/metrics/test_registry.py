@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trioserve.metrics.plain_histogram import PlainHistogram
+from trioserve.metrics.metric import PlainHistogram
 from trioserve.metrics.registry import CATALOGUE, IMAGE_SERVER_PARTS, Metrics
 
 

@@ -22,8 +22,7 @@ from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.vision.chat_images import split_images
-from trioserve.vision.image_prompt import ImageReader
+from trioserve.vision.image_prompt import ImageReader, split_images
 from trioserve.vision.tiles import tiles_of
 
 LOGPROB_TOLERANCE = 2e-4

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.thinking import Thinking
+from trioserve.contracts.sampling import SamplingParams, Thinking
 from trioserve.testing.byte_tokenizer import END_TOKEN_ID, byte_tokenizer
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.thinking import Thinking
+from trioserve.contracts.sampling import Thinking
 from trioserve.text.reasoning_state import ReasoningPhase, ReasoningState, TextFinder
 
 END = (101, 102)

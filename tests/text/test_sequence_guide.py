@@ -13,9 +13,8 @@ from hypothesis import strategies
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.guide import mask_words
-from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.sampling import SamplingParams, Thinking
 from trioserve.contracts.structured_output import StructuredOutput
-from trioserve.contracts.thinking import Thinking
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory

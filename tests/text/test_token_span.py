@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from trioserve.testing.byte_tokenizer import byte_tokenizer
-from trioserve.text.detokenizer import byte_alphabet
+from trioserve.text.detokenizer import NFC_SHRINKS_AT_MOST, TokenSpan, byte_alphabet
 from trioserve.text.request_texts import SLICE_CHARACTERS
-from trioserve.text.token_span import NFC_SHRINKS_AT_MOST, TokenSpan
 from trioserve.text.tokenizer import Tokenizer
 
 LONG_WORD = "=" * 40

@@ -12,7 +12,7 @@ from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.router.policies import RoundRobin
 from trioserve.router.settings import RouterSettings
-from trioserve.vision.chat_images import image_count
+from trioserve.vision.image_prompt import image_count
 
 __all__ = ["LOCAL_ENDPOINT", "LOCAL_MODEL", "WAITING_DEPTH_MAX", "local_dispatch", "local_request"]
 

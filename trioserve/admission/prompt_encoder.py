@@ -24,8 +24,7 @@ from trioserve.text.control_tokens import ChatText
 from trioserve.text.response_parsers.registry import COMMON_TOOL_FAMILY
 from trioserve.text.tokenizer import EncodedInput, Tokenizer
 from trioserve.trio_tools.media_fetcher import MediaFetcher
-from trioserve.vision.chat_images import ImageSource, split_images
-from trioserve.vision.image_prompt import ImageReader, PromptImage
+from trioserve.vision.image_prompt import ImageReader, ImageSource, PromptImage, split_images
 
 __all__ = ["NO_IMAGES", "EncodedPrompt", "PromptEncoder"]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trioserve.contracts.errors import EngineFault
     from trioserve.contracts.events import AbortOutcome
     from trioserve.engine.lifecycle.load_changes import LoadChanges
-    from trioserve.engine.lifecycle.step_watch import StepWatch
+    from trioserve.engine.lifecycle.step_times import StepWatch
     from trioserve.http.exchange import Exchange
     from trioserve.metrics.registry import Metrics
     from trioserve.trio_tools.deadline_keeper import Alarm

@@ -27,7 +27,7 @@ from trioserve.api.surface import LINE_KEEP_ALIVE, LINES_TYPE
 from trioserve.http.exchange import Beats, Exchange, HeaderFields
 
 if TYPE_CHECKING:
-    from trioserve.engine.lifecycle.step_watch import StepWatch
+    from trioserve.engine.lifecycle.step_times import StepWatch
     from trioserve.trio_tools.deadline_keeper import Alarm
 
 __all__ = ["HEARTBEAT_HEADER", "INSTANCE_HEADER", "Heartbeat", "WhiteSpaceExchange", "heartbeat_field"]

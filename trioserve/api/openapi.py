@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.embeddings.bodies import PoolingBody
+from trioserve.api.embeddings.embeddings import PoolingBody
 from trioserve.api.openai.request_types import HEADERS as DEADLINE_HEADERS
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.route_table import Operation

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trioserve.contracts.deadlines import Deadline
 
 if TYPE_CHECKING:
-    from trioserve.metrics.plain_histogram import PlainHistogram
+    from trioserve.metrics.metric import PlainHistogram
     from trioserve.metrics.registry import Metrics
 
 __all__ = [

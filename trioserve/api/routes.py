@@ -34,8 +34,7 @@ from trioserve.api.operations import health, kv_events, live_requests, pausing, 
 from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.page import files as page_files
 from trioserve.api.page.files import is_of_page
-from trioserve.api.page.page import EVENTS_PATH, INTERVAL_SECONDS_MAX, INTERVAL_SECONDS_MIN, Page
-from trioserve.api.page.settings import PageSettings
+from trioserve.api.page.page import EVENTS_PATH, INTERVAL_SECONDS_MAX, INTERVAL_SECONDS_MIN, Page, PageSettings
 from trioserve.api.request_context import RequestServices
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.responses import operations as responses
@@ -45,7 +44,6 @@ from trioserve.api.responses.connection_turn import connection_turns, turn_heade
 from trioserve.api.route_table import Handler, Operation, RouteTable
 from trioserve.api.server_context import ServerContext, ServerServices
 from trioserve.api.sse import encode
-from trioserve.api.stored_metrics import show_stored
 from trioserve.api.streams import handlers as stream_handlers
 from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams, StreamRequest
 from trioserve.api.whole_response import ResponseBudget
@@ -56,11 +54,15 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
+    from trioserve.api.responses.background import BackgroundResponses
+    from trioserve.api.responses.stored_responses import KeptMemory
+    from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams
     from trioserve.engine.engine import Engine
     from trioserve.http.exchange import Exchange
+    from trioserve.metrics.registry import Metrics
     from trioserve.store.store import Store
 
-__all__ = ["OPERATIONS", "App"]
+__all__ = ["App", "OPERATIONS", "show_stored"]
 
 UPLOADS_MAX = 2  # At most this number of threads parse uploaded forms at a time.
 
@@ -321,3 +323,67 @@ class App(BaseApp[ServerContext]):
             "prompt_tokens": usage.prompt_tokens or None,
             "completion_tokens": usage.completion_tokens if usage.prompt_tokens else None,
         }
+
+
+def show_stored(
+    metrics: Metrics,
+    store: Store | None,
+    background: BackgroundResponses,
+    kept: KeptMemory,
+    detached: DetachedStreams,
+    router_streams: RouterStreams,
+) -> None:
+    """Register the metrics. Call once for each app.
+
+    Args:
+        metrics: metrics of the server.
+        store: store of the server. None: no store.
+        background: background responses.
+        kept: responses that connections keep in memory.
+        detached: streams that continue without their clients.
+        router_streams: streams that continue without their routers.
+    """
+    shown = dict.fromkeys(
+        (
+            "store_evicted_total",
+            "store_refused_total",
+            "store_write_failures_total",
+            "router_streams_taken_over_total",
+            "router_streams_expired_total",
+        ),
+        0,
+    )
+
+    def count(totals: dict[str, int]) -> None:
+        for name, value in totals.items():
+            getattr(metrics, name).inc(value - shown[name])
+            shown[name] = value
+
+    def show() -> None:
+        metrics.router_streams.set(router_streams.detached_count)
+        metrics.router_stream_bytes_held.set(router_streams.kept_bytes)
+        count(
+            {
+                "router_streams_taken_over_total": router_streams.taken_over_total,
+                "router_streams_expired_total": router_streams.expired_total,
+            }
+        )
+        metrics.background_responses.set(background.live_count)
+        metrics.connection_bytes_held.set(kept.byte_count)
+        metrics.detached_streams.set(detached.detached_count)
+        metrics.detached_bytes_held.set(detached.kept_bytes)
+        if store is None:
+            return
+        usage = store.usage()
+        metrics.store_bytes_used.set(usage.bytes)
+        metrics.store_objects.set(usage.objects)
+        metrics.store_unwritten_bytes.set(usage.unwritten_bytes)
+        count(
+            {
+                "store_evicted_total": usage.evicted_count,
+                "store_refused_total": usage.refused_count,
+                "store_write_failures_total": usage.failure_count,
+            }
+        )
+
+    metrics.on_scrape(show)

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.retention import RETENTION_IDLE_SECONDS_MAX, Retention
+from trioserve.contracts.request import RETENTION_IDLE_SECONDS_MAX, Retention
 from trioserve.engine.sessions import SessionName
 from trioserve.http.exchange import Headers
 

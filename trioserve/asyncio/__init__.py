@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from trioserve.assemble import open_asyncio_engine as open_engine
     from trioserve.assemble_images import open_asyncio_image_engine as open_image_engine
     from trioserve.asyncio.disconnect import cancel_on_disconnect
-    from trioserve.asyncio.engine import Engine, ImageEngine
-    from trioserve.asyncio.session import Session
+    from trioserve.asyncio.engine import Engine, ImageEngine, Session
     from trioserve.asyncio.streams import ImageStream, PoolingStream, RequestStream
 
 __all__ = [
@@ -34,7 +33,7 @@ _LOCATIONS = {
     "ImageStream": ("trioserve.asyncio.streams", "ImageStream"),
     "PoolingStream": ("trioserve.asyncio.streams", "PoolingStream"),
     "RequestStream": ("trioserve.asyncio.streams", "RequestStream"),
-    "Session": ("trioserve.asyncio.session", "Session"),
+    "Session": ("trioserve.asyncio.engine", "Session"),
     "cancel_on_disconnect": ("trioserve.asyncio.disconnect", "cancel_on_disconnect"),
     "open_engine": ("trioserve.assemble", "open_asyncio_engine"),
     "open_image_engine": ("trioserve.assemble_images", "open_asyncio_image_engine"),

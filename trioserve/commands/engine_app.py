@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.api.caller import AccessRules
-from trioserve.api.page.settings import PageSettings
+from trioserve.api.page.page import PageSettings
 from trioserve.api.routes import App
 from trioserve.commands.serving import access_rules, page_settings
 from trioserve.config import Config

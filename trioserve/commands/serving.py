@@ -20,7 +20,7 @@ import trio
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.gate import checked_host_names, is_loopback_host
-from trioserve.api.page.settings import PageSettings
+from trioserve.api.page.page import PageSettings
 from trioserve.commands.log_lines import announce, logging_to
 from trioserve.commands.program_end import StopSignals
 from trioserve.config import Config

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from trioserve.contracts.arguments import closest_name
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.spelling import closest_name
 
 __all__ = ["Parser"]
 

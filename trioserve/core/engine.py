@@ -34,8 +34,7 @@ from trioserve.contracts.guide import MaskMaker
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
 from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest
-from trioserve.contracts.retention import Retention
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest, Retention
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.contracts.weights import kept_salt

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from trioserve.contracts.ids import BlockIndex
-from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.retention import DEFAULT_RETENTION, Retention
+from trioserve.contracts.request import DEFAULT_RETENTION, EngineRequest, Retention
 from trioserve.core.eviction_order import BONUS_SECONDS, STALE_MAX, Chain, TenantShare
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.settings import CoreSettings

@@ -32,7 +32,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.engine.engine_metrics import WHOLE, RequestMetrics, TokenTimings
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery, WatchesCancels
 from trioserve.engine.lifecycle.request_scope import ScopeState
-from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.step_times import StepWatch
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.metrics.registry import Metrics
 

@@ -34,11 +34,10 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import Cut, Prompt
+from trioserve.contracts.request import Retention
 from trioserve.contracts.resume import AbortResult, Resume
-from trioserve.contracts.retention import Retention
-from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.sampling import ReasoningOutcome, SamplingParams
 from trioserve.contracts.stats import EngineStats
-from trioserve.contracts.thinking import ReasoningOutcome
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.contracts.weights import WEIGHT_GROUP, WeightGroup
 from trioserve.core.encoder_outputs import EncoderOutputs

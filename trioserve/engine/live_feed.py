@@ -35,7 +35,7 @@ from trioserve.engine.lifecycle.request_scope import RequestsById
 from trioserve.engine.lifecycle.step_times import StepTimes
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest
-from trioserve.metrics.plain_histogram import HistogramWindow
+from trioserve.metrics.metric import HistogramWindow
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["EngineLook", "LiveFeed"]

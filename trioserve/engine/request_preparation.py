@@ -24,7 +24,7 @@ from trioserve.engine.resumed_output import ResumedOutput, checked_resume
 from trioserve.text.output import ChoiceOutput
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.vision.chat_images import split_images
+from trioserve.vision.image_prompt import split_images
 
 __all__ = ["SEED_STRIDE", "RequestPreparation", "checked_kv_transfer", "checked_prompt", "instance_of"]
 

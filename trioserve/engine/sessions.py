@@ -19,7 +19,7 @@ import trio
 
 from trioserve.contracts.errors import AlreadyEnded, Overloaded
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.retention import Retention
+from trioserve.contracts.request import Retention
 from trioserve.trio_tools.deadline_keeper import Alarm
 from trioserve.trio_tools.interrupts import uninterrupted
 

@@ -19,9 +19,9 @@ from trioserve.metrics.metric import (
     WAIT_SECONDS,
     Label,
     Metric,
+    PlainHistogram,
     Question,
 )
-from trioserve.metrics.plain_histogram import PlainHistogram
 
 __all__ = ["EngineMetrics"]
 

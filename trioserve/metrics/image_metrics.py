@@ -7,8 +7,7 @@ from typing import Annotated
 from prometheus_client import Counter, Gauge
 
 from trioserve.contracts.events import IterativePhase
-from trioserve.metrics.metric import STEP_TOKENS, WAIT_SECONDS, Label, Metric, Question
-from trioserve.metrics.plain_histogram import PlainHistogram
+from trioserve.metrics.metric import STEP_TOKENS, WAIT_SECONDS, Label, Metric, PlainHistogram, Question
 
 __all__ = ["ImageMetrics"]
 

@@ -7,8 +7,7 @@ from typing import Annotated
 from prometheus_client import Counter, Gauge
 
 from trioserve.contracts.endpoint import PairOutcome
-from trioserve.metrics.metric import WAIT_SECONDS, Label, Metric, Question
-from trioserve.metrics.plain_histogram import PlainHistogram
+from trioserve.metrics.metric import WAIT_SECONDS, Label, Metric, PlainHistogram, Question
 
 __all__ = ["RouterMetrics"]
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from prometheus_client import Counter, Gauge
 
-from trioserve.metrics.metric import HTTP_SECONDS, HTTP_SECONDS_FINE, Label, Metric, Question
-from trioserve.metrics.plain_histogram import PlainHistogram
+from trioserve.metrics.metric import HTTP_SECONDS, HTTP_SECONDS_FINE, Label, Metric, PlainHistogram, Question
 
 __all__ = ["ServerMetrics"]
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
 import msgspec
 from msgspec import Meta
 
+from trioserve.contracts.arguments import closest_name
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.spelling import closest_name
 
 __all__ = [
     "ENVIRONMENT_PREFIX",

@@ -21,10 +21,9 @@ from msgspec import UNSET
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.sessions import SESSION_PATH
 from trioserve.api.responses.connection_turn import NOT_FOUND, NewTurn, TurnExchange
-from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.response_types import RequiredInput, SteerError, SteeringEvent
 from trioserve.api.responses.steering import HAS_ENDED, Steer, creation_failed, with_steers
-from trioserve.api.responses.stored_responses import CONTINUABLE
+from trioserve.api.responses.stored_responses import CONTINUABLE, KeptResponses
 from trioserve.api.session_fields import SESSION_HEADER
 from trioserve.api.sse import encode
 from trioserve.contracts.arguments import shown

@@ -16,7 +16,7 @@ from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.events import Phase
 from trioserve.contracts.page import ENDED_SECONDS, REQUESTS_SHOWN_MAX, PageSnapshot, RequestShown, ServerShown
 from trioserve.contracts.version import VERSION
-from trioserve.metrics.plain_histogram import HistogramWindow
+from trioserve.metrics.metric import HistogramWindow
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.fleet import Fleet
 

@@ -15,7 +15,7 @@ from trioserve.admission.model_runs import ModelRuns
 from trioserve.admission.router_metrics import show_router
 from trioserve.api.caller import AccessRules
 from trioserve.api.limits import ConnectionSettings
-from trioserve.api.page.settings import PageSettings
+from trioserve.api.page.page import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.tracing import NO_TRACER, Tracer

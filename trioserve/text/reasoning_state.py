@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trioserve.contracts.thinking import Thinking
+from trioserve.contracts.sampling import Thinking
 
 if TYPE_CHECKING:
     from trioserve.text.tokenizer import Tokenizer

@@ -10,9 +10,8 @@ import msgspec
 from trioserve.contracts.arguments import to_bool
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt, Prompt
-from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.sampling import SamplingParams, Thinking
 from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
-from trioserve.contracts.thinking import Thinking
 from trioserve.text.response_parsers.call_format import JsonOf
 from trioserve.text.response_parsers.forced_calls import calls_or_json, forced_calls, strict_calls
 from trioserve.text.response_parsers.offered_tools import offered_tools

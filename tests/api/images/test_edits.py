@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.images import response_types
+from trioserve.api.images import image_responses
 from trioserve.api.images.image_context import EditSlots
 from trioserve.contracts.image_generation import ImageRequestLimits, ImageTask, RGBImage
 from trioserve.contracts.images import ImageLimits
@@ -63,7 +63,7 @@ async def test_edit_form_is_passed_to_the_model_as_a_task() -> None:
         response = await post(server, PROMPT, *parts, ("seed", "5"), ("steps", "4"), ("output_format", "webp"))
         assert response.status == 200, response.body
         body = await response.json()
-        msgspec.convert(body, response_types.Images)
+        msgspec.convert(body, image_responses.Images)
         assert (body["size"], body["output_format"], body["usage"]["steps"]) == ("16x8", "webp", 2)
         assert body["usage"]["input_tokens_details"]["image_tokens"] == 1
         [(request, task)] = server.engine.executor.tasks  # type: ignore[attr-defined]  # the executor given above
@@ -83,8 +83,8 @@ async def test_streamed_edit_has_image_edit_events() -> None:
             while await server.engine.step() is not None:
                 """Each step is read before the next one."""
             first, last = [event async for event in response]
-        msgspec.convert(first, response_types.EditPartial)
-        msgspec.convert(last, response_types.EditCompleted)
+        msgspec.convert(first, image_responses.EditPartial)
+        msgspec.convert(last, image_responses.EditCompleted)
         await server.assert_all_free()
 
 

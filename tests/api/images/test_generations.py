@@ -13,7 +13,7 @@ import trio
 from PIL import Image
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trioserve.api.images import response_types
+from trioserve.api.images import image_responses
 from trioserve.contracts.image_generation import ImageRequestLimits
 from trioserve.http.limits import KEEP_ALIVE_SECONDS
 from trioserve.testing.fake_image_engine import FAKE_CLASSES, FAKE_IMAGE_MODEL
@@ -45,7 +45,7 @@ async def test_image_request_gets_the_requested_number_of_images() -> None:
         body = await response.json()
         assert response.status == 200
         assert response.headers["content-type"] == "application/json"
-        msgspec.convert(body, response_types.Images)
+        msgspec.convert(body, image_responses.Images)
         assert [entry["seed"] for entry in body["data"]] == [5, 6]
         assert [image_of(entry).size for entry in body["data"]] == [(32, 16)] * 2
         assert {image_of(entry).format for entry in body["data"]} == {"PNG"}
@@ -90,8 +90,8 @@ async def test_image_stream_sends_partial_images_of_each_image() -> None:
             events = await events_of(response)
         assert response.headers["content-type"].startswith("text/event-stream")
         kinds = {
-            "image_generation.partial_image": response_types.GenerationPartial,
-            "image_generation.completed": response_types.GenerationCompleted,
+            "image_generation.partial_image": image_responses.GenerationPartial,
+            "image_generation.completed": image_responses.GenerationCompleted,
         }
         for event in events:
             msgspec.convert(event, kinds[event["type"]])
@@ -119,7 +119,7 @@ async def test_image_progress_events_are_sent_on_request() -> None:
                 """As above."""
             *progress, completed = await events_of(response)
         for event in progress:
-            msgspec.convert(event, response_types.GenerationProgress)
+            msgspec.convert(event, image_responses.GenerationProgress)
         assert [event["steps_done"] for event in progress] == [1, 2, 3]
         assert completed["type"] == "image_generation.completed"
 
@@ -204,7 +204,7 @@ async def test_abort_by_id_ends_an_image_stream_with_an_error() -> None:
             await server.engine.step(2)
             other = server.client()
             listed = await (await other.get("/v1/requests")).json()
-            msgspec.convert(listed, response_types.LiveImageRequests)
+            msgspec.convert(listed, image_responses.LiveImageRequests)
             assert [(view["id"], view["state"], view["steps_done"]) for view in listed["data"]] == [
                 ("mine", "running", 1)
             ]

@@ -14,9 +14,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.caller import AccessRules
-from trioserve.api.page.changes import fold
-from trioserve.api.page.page import ALIVE_SECONDS, Page
-from trioserve.api.page.settings import PageSettings
+from trioserve.api.page.page import ALIVE_SECONDS, Page, PageSettings, fold
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 

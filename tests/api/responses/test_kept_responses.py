@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from trioserve.api.limits import ConnectionSettings
-from trioserve.api.responses.kept_responses import KeptMemory, KeptResponses
+from trioserve.api.responses.stored_responses import KeptMemory, KeptResponses
 
 
 def items(text: str) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.api.embeddings.bodies import Priority
+from trioserve.api.embeddings.embeddings import Priority
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.response import Response
 from trioserve.contracts.errors import InvalidRequest

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import trio
 from msgspec import UNSET
 
-from trioserve.api.embeddings.bodies import (
+from trioserve.api.embeddings.embeddings import (
     PoolingBody,
     PoolingUsage,
     RankedDocument,
@@ -21,8 +21,8 @@ from trioserve.api.embeddings.bodies import (
     Score,
     ScoreBody,
     Scores,
+    pool,
 )
-from trioserve.api.embeddings.embeddings import pool
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.contracts.errors import InvalidRequest

@@ -16,7 +16,7 @@ import trio
 from trioserve.api.error_responses import foreign_end
 from trioserve.api.form import INLINE_BYTES_MAX, parsed_form
 from trioserve.api.images.image_context import ImageContext, UnsentShare
-from trioserve.api.images.image_writer import EventKind, ImageWriter
+from trioserve.api.images.image_responses import EventKind, ImageWriter
 from trioserve.api.images.request_types import ImageBody, ImageEditBody, ImageGenerationBody
 from trioserve.api.openai.request_types import deadlines_of, wrong_field
 from trioserve.api.sse import KEEP_ALIVE

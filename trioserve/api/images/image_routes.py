@@ -12,7 +12,7 @@ import trio
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.error_responses import Refusal, refusal
-from trioserve.api.images import response_types
+from trioserve.api.images import image_responses
 from trioserve.api.images.handlers import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
 from trioserve.api.images.image_context import EditSlots, EncodingThreads, ImageContext, ImageServices, UnsentImages
 from trioserve.api.images.request_types import RANGES, REFUSED, ImageEditBody, ImageGenerationBody
@@ -24,7 +24,7 @@ from trioserve.api.operations.live_requests import abort_request, abort_requests
 from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.page import files as page_files
 from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_image_page
-from trioserve.api.page.settings import PageSettings
+from trioserve.api.page.page import PageSettings
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.route_table import GENERATES, Forwarding, Handler, Operation, RouteTable, find_operation
 from trioserve.api.sse import encode
@@ -43,7 +43,7 @@ __all__ = ["OPERATIONS", "ImageApp"]
 
 async def list_image_models(context: ImageContext) -> None:
     models = [_model(context, name) for name in context.served_names]
-    await context.respond_json(response_types.ImageModels(data=models))
+    await context.respond_json(image_responses.ImageModels(data=models))
 
 
 async def read_image_model(context: ImageContext) -> None:
@@ -58,9 +58,9 @@ async def read_image_model(context: ImageContext) -> None:
     await context.respond_json(_model(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
 
 
-def _model(context: ImageContext, name: str) -> response_types.ImageModel:
+def _model(context: ImageContext, name: str) -> image_responses.ImageModel:
     model, limits = context.engine.model, context.engine.limits
-    return response_types.ImageModel(
+    return image_responses.ImageModel(
         id=name,
         created=model.created_at,
         owned_by="trioserve",
@@ -68,7 +68,7 @@ def _model(context: ImageContext, name: str) -> response_types.ImageModel:
         parent=None,
         family=model.family,
         fingerprint=model.fingerprint,
-        image=response_types.ImageModelTakes(
+        image=image_responses.ImageModelTakes(
             size=f"{model.width}x{model.height}",
             side_multiple=model.side_multiple,
             side_min=model.side_min,
@@ -107,7 +107,7 @@ TEXT_PATHS = (
 async def list_image_requests(context: ImageContext) -> None:
     views = context.engine.live_requests(owner=context.caller.lists)
     requests = [
-        response_types.LiveImageRequest(
+        image_responses.LiveImageRequest(
             id=view.id,
             state=view.state,
             phase=view.phase,
@@ -119,7 +119,7 @@ async def list_image_requests(context: ImageContext) -> None:
         )
         for view in views
     ]
-    await context.respond_json(response_types.LiveImageRequests(data=requests))
+    await context.respond_json(image_responses.LiveImageRequests(data=requests))
 
 
 async def read_image_openapi(context: ImageContext) -> None:
@@ -158,11 +158,11 @@ OPERATIONS: tuple[Operation[ImageContext], ...] = (
         body=ImageGenerationBody,
         ranges=RANGES,
         refused=REFUSED,
-        response=response_types.Images,
+        response=image_responses.Images,
         named_events=(
-            response_types.GenerationProgress,
-            response_types.GenerationPartial,
-            response_types.GenerationCompleted,
+            image_responses.GenerationProgress,
+            image_responses.GenerationPartial,
+            image_responses.GenerationCompleted,
         ),
         errors=GENERATES,
         takes_deadlines=True,
@@ -179,8 +179,8 @@ OPERATIONS: tuple[Operation[ImageContext], ...] = (
         body_media="multipart/form-data",
         ranges=RANGES,
         refused=REFUSED,
-        response=response_types.Images,
-        named_events=(response_types.EditProgress, response_types.EditPartial, response_types.EditCompleted),
+        response=image_responses.Images,
+        named_events=(image_responses.EditProgress, image_responses.EditPartial, image_responses.EditCompleted),
         errors=GENERATES,
         takes_deadlines=True,
     ),
@@ -189,7 +189,7 @@ OPERATIONS: tuple[Operation[ImageContext], ...] = (
         path="/v1/models",
         handler=list_image_models,
         summary="List the served names, with options and limits of the model",
-        response=response_types.ImageModels,
+        response=image_responses.ImageModels,
     ),
     Operation(
         method="GET",
@@ -197,7 +197,7 @@ OPERATIONS: tuple[Operation[ImageContext], ...] = (
         handler=read_image_model,
         summary="Find a model by its name",
         id_has_slashes=True,
-        response=response_types.ImageModel,
+        response=image_responses.ImageModel,
         errors=(400, 404),
         path_parameter="name of the model, slashes included",
     ),
@@ -208,7 +208,7 @@ OPERATIONS: tuple[Operation[ImageContext], ...] = (
         summary=LIST.summary,
         is_polled=True,
         description=LIST.description,
-        response=response_types.LiveImageRequests,
+        response=image_responses.LiveImageRequests,
     ),
     _of_images(live_requests.OPERATIONS, "POST", "/v1/requests/abort", abort_requests),
     _of_images(live_requests.OPERATIONS, "DELETE", "/v1/requests/{request}", abort_request),

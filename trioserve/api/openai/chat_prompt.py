@@ -14,8 +14,7 @@ from trioserve.api.turn.messages import check_messages
 from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt, Cut
-from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.thinking import THINKING_TOKENS_MAX
+from trioserve.contracts.sampling import THINKING_TOKENS_MAX, SamplingParams
 from trioserve.text.chat_messages import check_shape
 from trioserve.text.fill_in_middle import fill_in_middle
 from trioserve.text.tool_choice import ToolChoice, checked_tools, tool_choice_of

@@ -20,8 +20,7 @@ from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
-from trioserve.contracts.sampling import SAMPLING_RANGES, Range, SamplingParams
-from trioserve.contracts.thinking import THINKING_TOKENS_MAX
+from trioserve.contracts.sampling import SAMPLING_RANGES, THINKING_TOKENS_MAX, Range, SamplingParams
 from trioserve.contracts.weights import WEIGHT_GROUP
 from trioserve.http.exchange import Headers
 

@@ -23,7 +23,7 @@ from trioserve.api.streams.cursors import ResumeBody, resume_body, shown_logprob
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason, HandOverOutcome, Phase, TokenLogprob
 from trioserve.contracts.live import LiveRequestView
-from trioserve.contracts.thinking import ReasoningOutcome
+from trioserve.contracts.sampling import ReasoningOutcome
 from trioserve.contracts.weights import WeightVersions
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from trioserve.api.error_responses import Refusal, error_response, refusal
 from trioserve.api.limits import ConnectionSettings
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responses.connection_turn import ConnectionSurface, NewTurn, Turn, TurnExchange
-from trioserve.api.responses.kept_responses import KeptMemory, KeptResponses
 from trioserve.api.responses.response_types import SteerError, SteeringEvent
 from trioserve.api.responses.steering import HAS_ENDED, UNKNOWN, Steer, SteerEvent, steer_failed
+from trioserve.api.responses.stored_responses import KeptMemory, KeptResponses
 from trioserve.api.route_table import Handler
 from trioserve.api.sse import encode
 from trioserve.contracts.arguments import shown

@@ -16,7 +16,6 @@ import trio
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.api.openai.request_types import HEADERS
 from trioserve.api.responses.events import Ended
-from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.plan import plan_response
 from trioserve.api.responses.request_types import CreateEvent
 from trioserve.api.responses.response_object import response_id
@@ -30,7 +29,7 @@ from trioserve.api.responses.response_types import (
     SteeringEvent,
 )
 from trioserve.api.responses.steering import HAS_ENDED, Steer, creation_failed, required_input, with_steers
-from trioserve.api.responses.stored_responses import CONTINUABLE
+from trioserve.api.responses.stored_responses import CONTINUABLE, KeptResponses
 from trioserve.api.sse import encode
 from trioserve.api.streams.resumption import Resumption
 from trioserve.api.surface import OpenAISurface

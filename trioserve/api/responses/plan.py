@@ -8,11 +8,10 @@ import msgspec
 
 from trioserve.api.openai.request_types import deadlines_of
 from trioserve.api.responses.input_items import checked_items, messages_of
-from trioserve.api.responses.kept_responses import KeptResponses
 from trioserve.api.responses.request_types import InputTokensBody, PromptBody, ResponsesBody, TextFormat
 from trioserve.api.responses.response_object import ResponseHead, with_ids
 from trioserve.api.responses.response_types import InputItem
-from trioserve.api.responses.stored_responses import EarlierResponses
+from trioserve.api.responses.stored_responses import EarlierResponses, KeptResponses
 from trioserve.api.responses.tools import Tools, parse_tools
 from trioserve.api.session_fields import retention_seconds
 from trioserve.api.turn.chat_turn import Reasoning, TurnRequest

@@ -27,8 +27,7 @@ from trioserve.bench.settings import at_least_one
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import RequestFinished, TokensReady
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.retention import Retention
+from trioserve.contracts.request import EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore

@@ -16,8 +16,8 @@ from trioserve.commands.chat.answers import Answer, Answerer, EngineAnswers, Ser
 from trioserve.commands.chat.typing import PlainTyping, TerminalTyping, Typing
 from trioserve.commands.terminal import Interrupts, SamplingOptions, opened_engine, run_interruptible, say
 from trioserve.config import Config
+from trioserve.contracts.arguments import closest_name
 from trioserve.contracts.errors import TrioserveError
-from trioserve.contracts.spelling import closest_name
 
 __all__ = ["COMMANDS", "ChatPlace", "Conversation", "Line", "line_of", "run_chat"]
 

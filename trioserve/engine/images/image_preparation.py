@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from trioserve.contracts.arguments import shown
+from trioserve.contracts.arguments import closest_name, shown
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import (
@@ -19,7 +19,6 @@ from trioserve.contracts.image_generation import (
 )
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
-from trioserve.contracts.spelling import closest_name
 
 __all__ = ["ImagePreparation", "WantedImage"]
 

@@ -35,8 +35,7 @@ from trioserve.engine.images.open_image import (
 )
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery, StepTimings
 from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace, request_span
-from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts
-from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts, StepWatch
 from trioserve.engine.lifecycle.stepped_core import StepRunnerOf
 from trioserve.engine.lifecycle.work import CacheRelease, Guard, Host, NoSteps
 from trioserve.metrics.engine_gauges import ImageGauges

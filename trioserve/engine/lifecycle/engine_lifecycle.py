@@ -36,7 +36,7 @@ from trioserve.engine.lifecycle.pausing import LEVELS, PauseState, Pausing, Slee
 from trioserve.engine.lifecycle.request_admission import RequestAdmission
 from trioserve.engine.lifecycle.request_scope import RequestsById, RequestScope, ScopeState
 from trioserve.engine.lifecycle.restarts import LONE_FAULTS_MAX, Readmission, RestartBudget
-from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.step_times import StepWatch
 from trioserve.engine.lifecycle.work import Guard, Parts, Work
 from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings

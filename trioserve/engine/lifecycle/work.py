@@ -13,7 +13,7 @@ from trioserve.engine.lifecycle.core_delivery import CoreDelivery
 from trioserve.engine.lifecycle.engine_loop import WhenIdle
 from trioserve.engine.lifecycle.request_scope import RequestsById, RequestScope
 from trioserve.engine.lifecycle.restarts import RestartBudget
-from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.step_times import StepWatch
 from trioserve.engine.lifecycle.stepped_core import AnyPlan
 from trioserve.engine.weight_updates import WeightTarget, WeightUpdates
 from trioserve.trio_tools.deadline_keeper import Alarm

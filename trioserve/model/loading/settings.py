@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from trioserve.contracts.arguments import closest_name
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.spelling import closest_name
 
 __all__ = ["GENERATION_FIELDS", "GenerationSettings", "LoraModule", "generation_settings", "lora_modules"]
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.retention import DEFAULT_RETENTION, Retention
+from trioserve.contracts.request import DEFAULT_RETENTION, Retention
 from trioserve.core.engine import EngineCore
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.simulation.core.expected import ExpectedSequence

@@ -28,8 +28,7 @@ from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, fake_adapter_digest
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES, rows_of
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.vision.chat_images import ImageSource
-from trioserve.vision.image_prompt import IMAGE_SIGN, ImageReader
+from trioserve.vision.image_prompt import IMAGE_SIGN, ImageReader, ImageSource
 from trioserve.vision.tiles import tiles_of
 
 __all__ = ["Lending", "bytes_of", "encoded_prompt", "image_tokenizer", "prompt_of"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trioserve.bench.inside.gpu.cases import PAGE_TOKENS, PagedCase, four_bit_weight, kernels_of, tiles_of
+from trioserve.bench.inside.gpu.kernel_checks import PAGE_TOKENS, PagedCase, four_bit_weight, kernels_of, tiles_of
 from trioserve.bench.inside.gpu.machine import COLD_BYTES, REPEATS, measured_bandwidth, seconds_of
 from trioserve.bench.inside.gpu.part import Part
 from trioserve.model.layer_config import ExpertsConfig, MlpConfig
