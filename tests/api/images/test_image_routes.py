@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trioserve.api.images import response_types as images
+from trioserve.api.images import image_responses as images
 from trioserve.api.images.image_routes import OPERATIONS, TEXT_PATHS
 from trioserve.api.operations import health, pausing
 from trioserve.api.page.page import PageSettings
