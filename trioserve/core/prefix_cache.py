@@ -175,7 +175,7 @@ class PrefixCache:
             if found is None:
                 found = self._enter(chain, index, tokens, blocks[index])
             elif found.block is None and blocks[index] != NO_BLOCK:
-                self._enter_again(chain, index, tokens, found, blocks[index])
+                self._enter_again(chain.hashes[index], found, blocks[index])
             chain.content = found.content
             chain.block_count = index + 1
             if marks is not None and chain.block_count in marks:
@@ -251,7 +251,7 @@ class PrefixCache:
         return rows_material(chain.given, index * self._block_size, (index + 1) * self._block_size)
 
     def _enter(self, chain: PrefixChain, index: int, tokens: Sequence[int], block: BlockIndex) -> PublishedBlock:
-        block_hash = self.hash_at(chain, index, tokens)
+        block_hash = chain.hashes[index]
         # The other entry is a collision, or its parent was evicted and published again under a new identity.
         # In both cases, the newer content is more likely to be needed.
         self._evicted.discard(block_hash)
@@ -269,7 +269,7 @@ class PrefixCache:
             None if block == NO_BLOCK else block,
             ContentId(self._next_content),
             chain.content,
-            None if index == 0 else self.hash_at(chain, index - 1, tokens),
+            None if index == 0 else chain.hashes[index - 1],
             tuple(tokens[start : start + self._block_size]),
             self._material(chain, index) if chain.given else b"",
         )
@@ -281,11 +281,8 @@ class PrefixCache:
             self._put(block_hash, entry, block)
         return entry
 
-    def _enter_again(
-        self, chain: PrefixChain, index: int, tokens: Sequence[int], found: PublishedBlock, block: BlockIndex
-    ) -> None:
+    def _enter_again(self, block_hash: BlockHash, found: PublishedBlock, block: BlockIndex) -> None:
         """Publish the content of an evicted block again under its old identity, because it was computed again."""
-        block_hash = self.hash_at(chain, index, tokens)
         self._evicted.back(block_hash)
         self._put(block_hash, msgspec.structs.replace(found, block=block), block)
 

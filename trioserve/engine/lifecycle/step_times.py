@@ -129,6 +129,8 @@ class StepWatch:
 
     def overdue(self) -> str | None:
         """Return a sentence that describes the step in flight if it has run too long. Otherwise return None."""
+        if not self._handed_over_at:
+            return None
         seconds, seconds_max = self.age_seconds(trio.current_time()), self.seconds_max
         if seconds <= seconds_max:
             return None
