@@ -6,8 +6,7 @@ import pytest
 
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import Loaded
-from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.retention import Retention
+from trioserve.contracts.request import EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import PrefetchResult
 from trioserve.core.engine import EngineCore
