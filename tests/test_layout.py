@@ -190,7 +190,8 @@ TORCH_FILES = {
         "step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py vision_tower.py"
     ),
     "kernels": words(
-        "compile_check.py four_bits.py fp8.py kv_format.py paged.py reference.py reference_invariant.py "
+        "compile_check.py flash_prompts.py four_bits.py fp8.py kv_format.py paged.py reference.py "
+        "reference_invariant.py "
         "triton/attention.py triton/attention_chunks.py triton/attention_decode.py triton/four_bit_product.py "
         "triton/fp8_rows.py triton/invariant.py triton/latent_attention.py triton/mlp.py triton/norm.py "
         "triton/product.py triton/rotary.py triton/sampling.py"

@@ -17,7 +17,7 @@ from torch import Tensor
 from trioserve.model.layer_config import LatentAttentionConfig
 from trioserve.model.layers import Angles, Linear, MakeLinear, Norm
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.step_tensors import AttentionTensors, StepTensors, TableWalk
+from trioserve.model.step_tensors import AttentionTensors, ChunkTables, StepTensors, TableWalk
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 from trioserve_kernels.kv_format import decode, encode, head_dim_of, is_coded
@@ -59,7 +59,7 @@ def attend(
     if tensors.walk is not None:
         if latent_dim is not None:
             return _walk_latents(kernels, queries, pages, tensors.walk, latent_dim)
-        return _walk(kernels, queries, pages, tensors.walk, score_cap, sinks)
+        return _walk(kernels, queries, keys_values, pages, tensors.walk, score_cap, sinks)
     groups, parts = tensors.decode_groups, tensors.prompt_parts
     if len(groups) == 1 and not parts:
         return kernels.paged_attention_decode(
@@ -125,7 +125,13 @@ def _walk_latents(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableW
 
 
 def _walk(
-    kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk, score_cap: float | None, sinks: Tensor | None
+    kernels: Kernels,
+    queries: Tensor,
+    keys_values: Tensor,
+    pages: Tensor,
+    walk: TableWalk,
+    score_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     attended = queries.new_empty(queries.shape)
     decodes, chunks = walk.decodes, walk.chunks
@@ -148,6 +154,12 @@ def _walk(
         )
     if chunks is not None:
         first = 0 if walk.is_padded else count  # Chunks overwrite the zeros of decode rows without a context.
+        if (
+            score_cap is None
+            and sinks is None
+            and _use_flash(attended[first:], queries[first:], keys_values[first:], pages, chunks, walk.window)
+        ):
+            return attended
         kernels.paged_chunks_(
             attended[first:],
             queries[first:],
@@ -161,6 +173,22 @@ def _walk(
             sinks,
         )
     return attended
+
+
+def _use_flash(
+    attended: Tensor, queries: Tensor, keys_values: Tensor, pages: Tensor, chunks: ChunkTables, window: int | None
+) -> bool:
+    """Compute chunks by flash attention if they are packed and see their whole contexts. Return False if not."""
+    packed = chunks.packed
+    if packed is None or (window is not None and packed.context_max > window):
+        return False
+    if packed.slots is None:
+        context = keys_values.view(len(keys_values), *pages.shape[2:])
+    else:
+        context = pages.flatten(0, 1).index_select(0, packed.slots)
+    return packed.flash(
+        attended, queries, context, chunks.row_starts, packed.context_starts, packed.rows_max, packed.context_max
+    )
 
 
 class LatentAttention:

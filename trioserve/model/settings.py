@@ -64,6 +64,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         draft_tokens: largest number of draft tokens of a sequence in one step.
         enforce_eager: do not use CUDA graphs.
         mixed_graphs: also use CUDA graphs for steps with prompt chunks. False: only for decodes.
+        flash_prompts: also use torch's flash attention for long prompts on a GPU, if it works there. False: only the
+            kernels of gpu_kernels.
         max_lora_graph_rank: largest sum of the ranks of all adapters of one step in a CUDA graph. 0: a step with an
             adapter uses no CUDA graph.
         batch_invariant: the bits of a row depend only on its own tokens and the weights.
@@ -90,6 +92,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0
     enforce_eager: bool = False
     mixed_graphs: bool = True
+    flash_prompts: bool = True
     max_lora_graph_rank: int = 0
     batch_invariant: bool = False
     ranks_here: int = 1

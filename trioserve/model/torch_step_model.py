@@ -22,7 +22,7 @@ from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, default_thread_count, set_torch_threads, step_weight_bytes
 from trioserve.model.device_sampler import DeviceSampler, reach_end
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
-from trioserve.model.layer_config import LatentAttentionConfig
+from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
 from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_format_of
@@ -49,6 +49,7 @@ from trioserve.model.torch_adapters import AdapterColumns, TorchAdapter, adapter
 from trioserve.model.torch_formats import TORCH_DTYPES, PinnedStaging, Sending, TensorSlot
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels, why_not_triton
+from trioserve_kernels.flash_prompts import FlashPrompts, pick_flash_prompts
 from trioserve_kernels.four_bits import BLOCK_TYPES
 from trioserve_kernels.fp8 import why_not_fp8
 from trioserve_kernels.kv_format import CODED_DTYPES
@@ -132,6 +133,7 @@ class TorchStepModel:
             dtype=TORCH_DTYPES[dtype],
             device=place,
             walked_heads=HeadShape.of(attention) if attention is not None and kernels.WALKS else None,
+            flash=_flash(attention, kernels, settings, TORCH_DTYPES[dtype], place),
         )
 
     @property
@@ -458,6 +460,22 @@ def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -
         else:
             logger.warning("plain torch computes, more slowly than Triton's kernels in CUDA graphs: %s", reason)
     return pick_kernels(name, batch_invariant=settings.batch_invariant)
+
+
+def _flash(
+    attention: AttentionConfig | LatentAttentionConfig | None,
+    kernels: Kernels,
+    settings: ModelSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FlashPrompts | None:
+    """Return torch's flash attention for prompts. None: the kernels compute all prompts."""
+    if device.type != "cuda" or not (kernels.WALKS and settings.flash_prompts) or settings.batch_invariant:
+        return None
+    if not isinstance(attention, AttentionConfig) or kv_format_of(settings) != "plain":
+        return None
+    heads = HeadShape.of(attention)
+    return pick_flash_prompts(heads.head_count, heads.kv_head_count, heads.head_dim, dtype, device)
 
 
 def _kept_types(

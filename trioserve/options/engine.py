@@ -162,6 +162,9 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
     mixed_graphs: Annotated[bool, about(
         "also record steps with prompt chunks as CUDA graphs, up to 2,048 tokens; off saves seconds at the start",
         )] = MODEL.mixed_graphs
+    flash_prompts: Annotated[bool, about(
+        "on a GPU, use torch's flash attention for long prompts in steps without CUDA graphs, if it works there",
+        )] = MODEL.flash_prompts
     batch_invariant: Annotated[bool, about(
         "make the bits of a response depend only on its own tokens and the weights, not on other requests of the "
         "batch; the server refuses to start if this is not possible")] = False
@@ -362,6 +365,7 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
             draft_tokens=0 if drafts is None else drafts.token_count,
             enforce_eager=self.enforce_eager,
             mixed_graphs=self.mixed_graphs,
+            flash_prompts=self.flash_prompts,
             max_lora_graph_rank=self.max_lora_graph_rank if self.accepts_adapters else 0,
             batch_invariant=self.batch_invariant,
         )
