@@ -174,10 +174,16 @@ bool is_own_row(const Model& model, int64_t row) {
 
 bool has_mlp(const Layer& layer) { return layer.experts != nullptr || layer.gate_up.parts[0].block_count > 0; }
 
-bool attends(const Layer& layer) { return layer.recurrent == nullptr || layer.qkv.parts[0].block_count > 0; }
+bool attends(const Layer& layer) { return layer.qkv.parts[0].block_count > 0; }
+
+// The first matrix of a layer's MLP or experts.
+const Matrix& first_of_mlp(const Layer& layer) { return layer.experts == nullptr ? layer.gate_up : layer.experts->router; }
 
 // The first matrix that multiplies a layer's rows.
-const Matrix& first_matrix(const Layer& layer) { return layer.recurrent != nullptr ? layer.recurrent->input : layer.qkv; }
+const Matrix& first_matrix(const Layer& layer) {
+    if (layer.recurrent != nullptr) return layer.recurrent->input;
+    return attends(layer) ? layer.qkv : first_of_mlp(layer);
+}
 
 // Numbers per row that attention's first product computes.
 int64_t qkv_size(const Model& model, const Layer& layer) {
@@ -1761,7 +1767,9 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (layer.streams != nullptr) predict_streams(thread, model, layer, hidden);
             if (thread == 0 && step.tapped != nullptr && step.tapped[index] != nullptr)
                 std::memcpy(step.tapped[index], hidden, sizeof(float) * rows * hidden_size);
-            Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.attention_norm, norm, normed);
+            Rows<const T> x = {};
+            if (attends(layer) || layer.recurrent != nullptr)
+                x = norm_rows(thread, hidden, rows, hidden_size, layer.attention_norm, norm, normed);
             const bool has_own_norm = has_own_mlp_norm(layer);
             for (int64_t row; has_own_norm && (row = team.take_share(thread, rows)) >= 0;) {
                 norm_row(hidden + row * hidden_size, layer.mlp_norm, hidden_size, norm,
@@ -1769,7 +1777,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                 beside.pad(row, hidden_size);
             }
             if (has_own_norm) team.meet();
-            const Matrix& after = layer.experts == nullptr ? layer.gate_up : layer.experts->router;
+            const Matrix& after = first_of_mlp(layer);
             if (layer.laurel != nullptr) make_laurel(thread, *layer.laurel, x, hidden_size);
             if (layer.recurrent != nullptr) {
                 const Recurrent& recurring = *layer.recurrent;

@@ -131,7 +131,7 @@ struct StateSpan {
 // with 0 to a multiple of 16. query_factor: multiplies queries. score_cap: 0 is none. residual_scale: multiplies what is
 // added to the hidden state.
 // experts: instead of gate_up and down, or null. Without experts and gate_up, the layer has no MLP. recurrent: beside
-// attention, or instead of attention if qkv has no blocks, or null. latent: null without latent attention. With latent
+// attention, or instead of attention if qkv has no blocks, or null. If qkv has no blocks either, the layer is only an MLP. latent: null without latent attention. With latent
 // attention, qkv gives queries or their latents, followed by the token's own latent and its rotated key.
 struct Layer {
     Matrix qkv, output, gate_up, down;

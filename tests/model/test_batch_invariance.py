@@ -295,7 +295,9 @@ def test_random_histories_contain_the_events_that_they_are_made_for(
     assert (played.drafts > 0) == ("draft_tokens_max" in way)
 
 
-@pytest.mark.parametrize("kind", ("lfm2", "granite-hybrid", "falcon-h1", "mamba2", "jamba", "qwen3-next"))
+@pytest.mark.parametrize(
+    "kind", ("lfm2", "granite-hybrid", "falcon-h1", "mamba2", "jamba", "nemotron-h-moe", "qwen3-next")
+)
 @pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: next(iter(way)))
 def test_states_survive_preemption_and_prefix_hits(
     way: dict[str, Any], kind: str, histories: ModuleType, load: Callable[..., ModelRunner]

@@ -158,7 +158,7 @@ def launches(
 
 FAST_KINDS = (
     *("llama", "mixtral", "qwen2-moe", "gpt-oss", "glm4-moe", "minicpm3", "deepseek-v3"),
-    *("lfm2", "falcon-h1", "mamba2", "jamba", "qwen3-next"),
+    *("lfm2", "falcon-h1", "mamba2", "jamba", "nemotron-h-moe", "qwen3-next"),
 )
 OTHER_KINDS = (kind for kind in {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS} if kind not in FAST_KINDS)
 

@@ -82,6 +82,8 @@ GGUF_KINDS = (
     "mamba-biased",
     "jamba",
     "jamba-dense",
+    "nemotron-h",
+    "nemotron-h-moe",
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",
@@ -323,6 +325,14 @@ def test_llama_4_layer_kinds_are_read_from_its_config() -> None:
     assert [isinstance(layer.mlp, ExpertsConfig) for layer in by_name.layers] == [True] + [False] * 4 + [True]
 
 
+def test_both_spellings_of_the_layers_of_nemotron_h_are_equivalent() -> None:
+    names = ["mamba", "mlp", "attention", "linear_attention", "moe", "full_attention"]
+    by_letters = read("NemotronHForCausalLM", hybrid_override_pattern="M-*ME*")
+    assert by_letters == read("NemotronHForCausalLM", layers_block_type=names)
+    assert by_letters == read("NemotronHForCausalLM", layers_block_type=names, hybrid_override_pattern="-")
+    assert [layer.attention is None for layer in by_letters.layers] == [False, True, False, False, True, False]
+
+
 def test_null_switches_off_a_cap_of_gemma_2() -> None:
     config = read("Gemma2ForCausalLM", head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (config.heads.score_cap, config.logit_cap) == (None, None)
@@ -449,6 +459,10 @@ def test_idefics_text_config_defaults_to_llama() -> None:
         ("MambaForCausalLM", {"time_step_rank": 0}, "rank of the time steps is 0, allowed is 1 to"),
         ("FalconMambaForCausalLM", {"mixer_rms_eps": 0.0}, "epsilon of the state space's norms is 0.0"),
         ("JambaForCausalLM", {"attn_layer_period": 0}, "attn_layer_period in config.json is 0, but it must"),
+        ("NemotronHForCausalLM", {"moe_latent_size": 64}, "moe_latent_size in config.json is 64, but it must be null"),
+        ("NemotronHForCausalLM", {"attention_bias": True}, "attention_bias in config.json is True"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-X"}, "must be a list of linear_attention, moe"),
+        ("NemotronHForCausalLM", {"mlp_bias": True}, "mlp_bias in config.json is True, but it must be false"),
         ("JambaForCausalLM", {"mamba_d_conv": 1}, "kernel size is 1, allowed is 2 to 64"),
         ("Glm4MoeForCausalLM", {**ROUTED, "topk_group": 0}, "groups for each token is 0, allowed is 1 to 1"),
         (

@@ -116,6 +116,7 @@ def conversation(driver: Any) -> dict[str, list[int]]:
         "falcon-h1",
         "mamba2",
         "jamba",
+        "nemotron-h-moe",
         "qwen3-next",
         "llama4",
     ),

@@ -52,6 +52,7 @@ KINDS = [
     "lfm2",
     "mamba2",
     "jamba",
+    "nemotron-h-moe",
 ]
 
 Said = list[tuple[tuple[int, ...], list[TokenLogprob]]]

@@ -150,6 +150,15 @@ _JAMBA = {
     "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }
+_NEMOTRON_H = {
+    "head_dim": 32,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 3,
+    "layer_norm_epsilon": 1e-4,
+}
 FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {"head_dim": 32, "sliding_window": 8, "layer_types": _MIXED}),
     "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": True}),
@@ -672,6 +681,35 @@ FAMILY_KINDS |= {
         "jamba",
         {**_JAMBA, "num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_expand": 3},
     ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp", "mlp"],
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron-h-steps": (
+        "nemotron_h",
+        {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp"], "time_step_min": 0.3},
+    ),
+    "nemotron-h-moe": (
+        "nemotron_h",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 64,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "ministral3": ("ministral3", {"head_dim": 32, "rope_parameters": _MINISTRAL3_ROPE}),
     "ministral3-images": (
         "mistral3",
@@ -1079,6 +1117,12 @@ def write_family_gguf(
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     model_type = config["model_type"]
     architecture = _ARCHITECTURES.get(model_type, model_type)
+    if model_type == "nemotron_h":
+        config["num_hidden_layers"] = len(config["layers_block_type"])
+        if "moe" in config["layers_block_type"]:
+            architecture = "nemotron_h_moe"
+        else:
+            config = {field: value for field, value in config.items() if "expert" not in field and "moe" not in field}
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     if model_type in ("gpt2", "gpt_bigcode"):
         config |= {usual: config[field] for field, usual in _GPT2_FIELDS.items()}
@@ -1114,6 +1158,8 @@ def write_family_gguf(
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if model_type == "mamba2":
         _add_mamba2_metadata(writer, config)
+    if model_type == "nemotron_h":
+        _add_nemotron_h_metadata(writer, config)
     if model_type in ("mamba", "falcon_mamba"):
         _add_mamba_metadata(writer, config)
     if model_type == "ministral3":
@@ -1188,6 +1234,25 @@ def write_family_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_nemotron_h_metadata(writer: Any, config: dict[str, Any]) -> None:
+    """Add the converter's metadata: numbers by layer say what each layer is."""
+    import gguf
+
+    kinds = config["layers_block_type"]
+    has_experts = "moe" in kinds
+    size = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
+    writer.add_feed_forward_length([size * (kind in ("mlp", "moe")) for kind in kinds])
+    names = {"mamba_d_conv": "conv_kernel", "mamba_d_state": "ssm_state_size", "mamba_n_heads": "mamba_num_heads"}
+    config |= {ours: config[theirs] for ours, theirs in names.items()} | {"mamba_n_groups": config["n_groups"]}
+    _add_state_space_metadata(writer, config, config["mamba_num_heads"] * config["mamba_head_dim"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    if has_experts:
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _add_mamba_metadata(writer: Any, config: dict[str, Any]) -> None:
@@ -1284,6 +1349,8 @@ def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any
     if ".feed_forward.experts." in name:
         for theirs, usual in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
             name = name.replace(f".experts.{theirs}", f".experts.{usual}_proj")
+    if config["model_type"] == "nemotron_h" and ".mixer.experts." in name:
+        name = name.replace("backbone.layers", "model.layers").replace(".mixer.", ".mlp.")
     if name.endswith("expert_bias"):
         return [(f"{name}.bias", values)]
     if name.endswith(("conv1d.weight", "conv.conv.weight")):

@@ -200,12 +200,14 @@ class _Layer:
                 inputs, named, bias=has_bias, dtype=dtype, device=device, kernels=kernels, block_type=block_type
             )
 
-        self._attention_norm = norm("attention_norm", layer.has_input_norms)
+        self._attention_norm = norm("attention_norm", layer.has_attention_norm)
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
         self._mlp_norm = norm("mlp_norm", layer.has_mlp_norm)
         self._mlp_output_norm = norm("mlp_output_norm", layer.has_output_norms)
-        self._attention: _Attention | LatentAttention | ShortConv | StateSpace | SelectiveScan | DeltaNet
-        if isinstance(attention, AttentionConfig):
+        self._attention: _Attention | LatentAttention | ShortConv | StateSpace | SelectiveScan | DeltaNet | None
+        if attention is None:
+            self._attention = None
+        elif isinstance(attention, AttentionConfig):
             self._attention = _Attention(name, linear, config, attention, kernels, dtype=dtype, device=device)
         elif isinstance(attention, LatentAttentionConfig):
             self._attention = LatentAttention(name, linear, config, attention, kernels, dtype=dtype, device=device)
@@ -252,9 +254,8 @@ class _Layer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        further = (self._beside, self._laurel, self.streams)
-        linears = [linear for part in further if part is not None for linear in part.linears]
-        return *self._attention.linears, *linears, *(() if self._mlp is None else self._mlp.linears)
+        parts = (self._attention, self._beside, self._laurel, self.streams, self._mlp)
+        return tuple(linear for part in parts if part is not None for linear in part.linears)
 
     @property
     def adapted(self) -> tuple[Linear, ...]:
@@ -269,7 +270,7 @@ class _Layer:
 
     @property
     def saved_bytes(self) -> int:
-        own: tuple[Linear, ...] = self._attention.linears
+        own: tuple[Linear, ...] = () if self._attention is None else self._attention.linears
         return sum(linear.saved_bytes for linear in own) + (0 if self._mlp is None else self._mlp.saved_bytes)
 
     def slots(self) -> Iterator[TensorSlot]:
@@ -319,6 +320,8 @@ class _Layer:
         Returns:
             [T, hidden_size], a product that is not yet added to hidden.
         """
+        if self._attention is None:
+            return self._compute_mlp(_added(hidden, product, self._mlp_norm), step, sums)
         normed = _added(hidden, product, self._attention_norm)
         if isinstance(self._attention, _Attention):
             assert angles is not None
@@ -349,6 +352,10 @@ class _Layer:
         else:
             self._laurel.add_(hidden.add_(attended), normed)
             normed = _added(hidden, None, self._mlp_norm)
+        return self._compute_mlp(normed, step, sums)
+
+    def _compute_mlp(self, normed: Tensor, step: StepTensors, sums: RankSums) -> Tensor:
+        assert self._mlp is not None, "the caller has checked that there is an MLP"
         product = self._mlp(normed, step.adapters)
         if self._part.sums_mlp:
             sums.add_(product)

@@ -259,7 +259,7 @@ def _mlp_columns(layer: LayerConfig) -> int:
         return 0
     if isinstance(mlp, MlpConfig):
         return 3 * mlp.intermediate_size
-    return mlp.expert_count + 3 * (mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size)
+    return mlp.expert_count + (2 + mlp.has_gate) * (mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size)
 
 
 def pick_vision_dtype(dtype: Dtype, device: DeviceType, root: Path = Path("/")) -> Dtype:

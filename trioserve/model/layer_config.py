@@ -429,6 +429,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         shared_size: intermediate size of an additional MLP that computes every token. 0: there is no such MLP.
         has_shared_gate: the result of the shared MLP is multiplied by the sigmoid of a token's product with a vector.
         weighs_inputs: weights multiply the inputs of experts instead of their outputs.
+        has_gate: experts and the additional MLP have a gate, see MlpConfig.
     """
 
     expert_count: int
@@ -447,8 +448,10 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared_size: int = 0
     has_shared_gate: bool = False
     weighs_inputs: bool = False
+    has_gate: bool = True
 
     def __post_init__(self) -> None:
+        assert self.has_gate or not self.has_bias, "experts without gates have no biases"
         check_count("the number of experts", self.expert_count, EXPERTS_MAX)
         check_count("the number of experts for each token", self.experts_per_token, self.expert_count)
         check_count("the experts' intermediate size", self.intermediate_size, DIMENSION_MAX)
@@ -712,6 +715,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden state.
 
     Attributes:
+        attention: attention or its replacement. None: the layer consists only of an MLP or a mixture of experts.
         mlp: MLP or mixture of experts. None: the layer consists only of attention or its replacement.
         is_parallel: attention and the MLP read the same hidden state, and both results are added in one sum.
         has_own_mlp_norm: in a parallel layer, the MLP has its own input norm. False: the MLP reads the input of
@@ -723,7 +727,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
             The sum is divided by sqrt(2). 0: there is no such path.
     """
 
-    attention: KVAttention | Recurrent
+    attention: KVAttention | Recurrent | None
     mlp: MlpConfig | ExpertsConfig | None
     has_input_norms: bool = True
     has_output_norms: bool = False
@@ -735,6 +739,10 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_positive("residual_multiplier", self.residual_scale)
+        if self.attention is None:
+            assert self.mlp is not None, "a layer without any part"
+            assert not self.is_parallel, "nothing runs parallel to the MLP"
+            assert not self.has_output_norms, "an output norm of attention would have no input"
         assert self.has_input_norms or not self.has_own_mlp_norm, "the MLP's own norm is an input norm"
         assert self.is_parallel or not self.has_own_mlp_norm, "without is_parallel, an MLP always has its own norm"
         if self.laurel_rank:
@@ -749,6 +757,11 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         assert self.has_input_norms, "the state space reads the normed input of attention"
         assert not self.has_output_norms, "an output norm would have two results to norm"
         assert not self.is_parallel, "a parallel MLP would make a sum of three results"
+
+    @property
+    def has_attention_norm(self) -> bool:
+        """True if the layer has an input norm of attention."""
+        return self.has_input_norms and self.attention is not None
 
     @property
     def has_mlp_norm(self) -> bool:

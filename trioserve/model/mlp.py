@@ -239,12 +239,15 @@ class Experts:
             block_types=block_types,
         )
         middle = mlp.intermediate_size
-        self._gate_up = grouped(inputs=hidden, outputs={"gate_proj": middle, "up_proj": middle})
+        parts = ("gate_proj", "up_proj") if mlp.has_gate else ("up_proj",)
+        self._gate_up = grouped(inputs=hidden, outputs=dict.fromkeys(parts, middle))
         self._down = grouped(inputs=middle, outputs={"down_proj": hidden})
         self._shared: Mlp | None = None
         self._shared_gate: Linear | None = None
         if mlp.shared_size:
-            self._shared = Mlp(linear, "shared.", hidden, mlp.shared_size, mlp.activation, kernels)
+            self._shared = Mlp(
+                linear, "shared.", hidden, mlp.shared_size, mlp.activation, kernels, has_gate=mlp.has_gate
+            )
         if mlp.has_shared_gate:
             self._shared_gate = linear(hidden, False, shared_gate=1)
         shared = () if self._shared is None else self._shared.linears
@@ -320,7 +323,8 @@ class Experts:
             weights = torch.ones_like(weights)
         if not self._is_whole:
             weights = weights.masked_fill(is_foreign, 0.0)
-        middle = self._kernels.activate_and_mul(self._gate_up(given, ends), self._mlp.activation)
+        activate = self._kernels.activate_and_mul if self._mlp.has_gate else self._kernels.activate
+        middle = activate(self._gate_up(given, ends), self._mlp.activation)
         products = torch.empty_like(given).index_copy_(0, order, self._down(middle, ends))
         result = self._kernels.weighted_sum(products.view(*chosen.shape, -1), weights)
         if self._shared is not None:

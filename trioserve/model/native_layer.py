@@ -87,7 +87,7 @@ class NativeLayer:
             self.query_norm = None if attention.query_rank is None else empty_float32(attention.query_rank)
             self.key_norm = empty_float32(attention.latent_dim)
         self._norm_kind = config.norm
-        self.attention_norm = norm_values(hidden, config.norm) if layer.has_input_norms else None
+        self.attention_norm = norm_values(hidden, config.norm) if layer.has_attention_norm else None
         self.mlp_norm = norm_values(hidden, config.norm) if layer.has_mlp_norm else None
         self.attention_output_norm = norm_values(hidden, config.norm) if layer.has_output_norms else None
         self.mlp_output_norm = norm_values(hidden, config.norm) if layer.has_output_norms else None
@@ -95,7 +95,7 @@ class NativeLayer:
         has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
         if isinstance(mlp, MlpConfig) and mlp.activation == "xielu":
             self.activation_weights = empty_float32(len(XIELU_NUMBERS))
-        self._has_gate = not isinstance(mlp, MlpConfig) or mlp.has_gate
+        self._has_gate = mlp is None or mlp.has_gate
         self.gate_up_bias = empty_float32((1 + self._has_gate) * intermediate_sizes(mlp)[0]) if has_bias else None
         self.down_bias = empty_float32(hidden) if has_bias else None
         has_gate = isinstance(mlp, ExpertsConfig) and mlp.has_shared_gate

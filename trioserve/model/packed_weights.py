@@ -393,9 +393,9 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
         router = _Part((f"{layer}.router.weight",), mlp.expert_count, hidden, WeightFormat.DENSE)
         matrices[f"{layer}.router"] = (router,)
         for expert in config.experts_of(index):
-            gated(f"{layer}.experts.{expert}", mlp.intermediate_size)
+            gated(f"{layer}.experts.{expert}", mlp.intermediate_size, mlp.has_gate)
         if mlp.shared_size:
-            gated(f"{layer}.shared", mlp.shared_size)
+            gated(f"{layer}.shared", mlp.shared_size, mlp.has_gate)
     if config.tie_word_embeddings and (config.has_embedding or config.has_head):
         matrices[HEAD] = (part(config.vocab_count, hidden, "embed.weight"),)
     elif config.has_head:

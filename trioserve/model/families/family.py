@@ -57,9 +57,16 @@ class GgufNaming(Naming):
 
     Attributes:
         architecture: value of the metadata key general.architecture.
+        mixture: value of this key for the family's mixtures of experts. None: the same value.
     """
 
     architecture: str
+    mixture: str | None = None
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """All values of the metadata key general.architecture."""
+        return (self.architecture,) if self.mixture is None else (self.architecture, self.mixture)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from trioserve.model.families.mamba import FALCON_MAMBA, JAMBA, MAMBA
 from trioserve.model.families.mamba2 import BAMBA, MAMBA2
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
 from trioserve.model.families.mixtral import MINIMAX_M2, MIXTRAL
+from trioserve.model.families.nemotron_h import NEMOTRON_H
 from trioserve.model.families.olmo import OLMO2, OLMO3, OLMOE
 from trioserve.model.families.phi import PHI3
 from trioserve.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -84,6 +85,7 @@ FAMILIES: tuple[Family, ...] = (
     MAMBA,
     FALCON_MAMBA,
     JAMBA,
+    NEMOTRON_H,
     QWEN3_NEXT,
     QWEN35,
     QWEN35_MOE,
@@ -155,9 +157,10 @@ def family_of_gguf(name: str | None) -> Family:
         ModelLoadError: the architecture is not supported.
     """
     for family in FAMILIES:
-        if family.gguf is not None and name == family.gguf.architecture:
+        if family.gguf is not None and name in family.gguf.architectures:
             return family
-    supported = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf is not None)
+    known = (family.gguf.architectures for family in FAMILIES if family.gguf is not None)
+    supported = dict.fromkeys(architecture for architectures in known for architecture in architectures)
     raise _unknown(name or "not named in the file", supported)
 
 

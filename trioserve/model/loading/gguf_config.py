@@ -175,6 +175,49 @@ def mamba_values(fields: Fields, architecture: str | None, tensors: Container[st
     }
 
 
+def nemotron_h_values(fields: Fields, architecture: str | None, tensors: Container[str]) -> dict[str, object]:
+    """Return fields of Nemotron-H that have no metadata key. A layer without key/value heads and without an MLP has a
+    state space.
+
+    Args:
+        fields: metadata of the file.
+        architecture: architecture of the file. The result is empty for any other architecture.
+        tensors: names of the file's tensors.
+
+    Raises:
+        ModelLoadError: the metadata is damaged.
+    """
+    if architecture not in ("nemotron_h", "nemotron_h_moe"):
+        return {}
+    layers = range(fields.whole(f"{architecture}.block_count"))
+    heads, sizes = (
+        fields.wholes(f"{architecture}.{key}") for key in ("attention.head_count_kv", "feed_forward_length")
+    )
+    inner_size, head_count = (fields.whole(f"{architecture}.ssm.{key}") for key in ("inner_size", "time_step_rank"))
+    if len(heads) != len(layers) or len(sizes) != len(layers) or head_count < 1:
+        raise ModelLoadError(
+            f"{architecture}.attention.head_count_kv and feed_forward_length must have one number for each of "
+            f"{len(layers)} layers, and ssm.time_step_rank must be at least 1: the file is damaged"
+        )
+    mlp = "moe" if f"{architecture}.expert_count" in fields else "mlp"
+    kinds = [
+        "full_attention" if kv else mlp if size else "linear_attention" for kv, size in zip(heads, sizes, strict=True)
+    ]
+
+    def has_any(module: str) -> bool:
+        return any(f"blk.{layer}.{module}.bias" in tensors for layer in layers)
+
+    return {
+        "layers_block_type": kinds,
+        f"{architecture}.attention.head_count_kv": max(heads),
+        f"{architecture}.feed_forward_length": max(sizes),
+        "mamba_head_dim": inner_size // head_count,
+        "use_bias": has_any("ssm_in"),
+        "use_conv_bias": has_any("ssm_conv1d"),
+        "mlp_bias": has_any("ffn_up"),
+    }
+
+
 def delta_values(fields: Fields, architecture: str | None) -> dict[str, object]:
     """Return fields that have no metadata key, for models with a gated delta rule.
 
@@ -250,6 +293,9 @@ _KEYS = {
     "mamba_dt_rank": "ssm.time_step_rank",
     "time_step_rank": "ssm.time_step_rank",
     "has_unit_norms": "ssm.dt_b_c_rms",
+    "mamba_num_heads": "ssm.time_step_rank",
+    "ssm_state_size": "ssm.state_size",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "n_groups": "ssm.group_count",
     "state_size": "ssm.state_size",
     "conv_kernel": "ssm.conv_kernel",
@@ -346,6 +392,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     values = dict(file.metadata)
     hybrid = hybrid_values(raw, name, raw.whole(f"{name}.embedding_length"), file.tensors)
     hybrid |= streams_values(raw, name, file.tensors)
+    hybrid |= nemotron_h_values(raw, name, file.tensors)
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if f"{name}.{key}" not in hybrid:
             values[f"{name}.{key}"] = _same_for_all_layers(raw, f"{name}.{key}")

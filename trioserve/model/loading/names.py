@@ -427,7 +427,7 @@ def _stream_shapes(streams: StreamsConfig, hidden: int) -> list[tuple[str, Shape
 def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKind) -> list[tuple[str, Shape]]:
     attention = layer.attention
     norms: list[tuple[str, int]] = []
-    inputs = [("attention_norm", hidden)] * layer.has_input_norms + [("mlp_norm", hidden)] * layer.has_mlp_norm
+    inputs = [("attention_norm", hidden)] * layer.has_attention_norm + [("mlp_norm", hidden)] * layer.has_mlp_norm
     if layer.has_output_norms:
         norms += [("attention_output_norm", hidden), ("mlp_output_norm", hidden)]
     if isinstance(attention, LatentAttentionConfig):
@@ -546,9 +546,9 @@ def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int, experts: range) -
         return
     yield "router", mlp.expert_count, hidden, mlp.has_router_bias
     for expert in experts:
-        yield from gated(f"experts.{expert}.", mlp.intermediate_size, mlp.has_bias)
+        yield from gated(f"experts.{expert}.", mlp.intermediate_size, mlp.has_bias, mlp.has_gate)
     if mlp.shared_size:
-        yield from gated("shared.", mlp.shared_size)
+        yield from gated("shared.", mlp.shared_size, has_gate=mlp.has_gate)
     if mlp.has_shared_gate:
         yield "shared_gate", 1, hidden, False
 

@@ -333,9 +333,9 @@ class _Divider:
     def layer(self, layer: LayerConfig) -> tuple[LayerConfig, LayerPart, Cuts]:
         mixer, divides_mixer = layer.attention, self._divides_attention
         if not isinstance(mixer, KVAttention):
-            divides_mixer = _recurrent(mixer, self._place) is not None
+            divides_mixer = mixer is not None and _recurrent(mixer, self._place) is not None
         place = self._place if divides_mixer else ALONE
-        smaller = _mixer(mixer, place)
+        smaller = (None, {}) if mixer is None else _mixer(mixer, place)
         cuts: dict[str, Cut] = {**dict.fromkeys(WHOLE_OF_LAYERS, WHOLE), **smaller[1]}
         beside = layer.beside
         if beside is not None:
