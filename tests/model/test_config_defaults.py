@@ -24,6 +24,8 @@ NOT_COMPARED = ("architectures", "model_type", "transformers_version", "dtype", 
 NOT_COMPARED += ("bos_token_id", "eos_token_id", "pad_token_id")
 # transformers reads these model classes as Llamas.
 OTHERS_CLASSES = ("exaone", "internlm3")
+# Classes of families whose first class has another model type.
+FURTHER_CLASSES = {"granitemoeshared": "GraniteMoeSharedForCausalLM", "ministral": "MinistralForCausalLM"}
 
 
 def _config_of(kind: str, tiny_checkpoints: ModuleType) -> tuple[dict[str, Any], Any]:
@@ -40,8 +42,8 @@ def _config_of(kind: str, tiny_checkpoints: ModuleType) -> tuple[dict[str, Any],
 
 def _written(config: Any, model_type: str) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    if model_type == "ministral":
-        return {**fields, "architectures": ["MinistralForCausalLM"]}
+    if model_type in FURTHER_CLASSES:
+        return {**fields, "architectures": [FURTHER_CLASSES[model_type]]}
     text_type = fields.get("text_config", {}).get("model_type")
     family = next(family for family in FAMILIES if family.model_type == (text_type or model_type))
     fields["architectures"] = [(family.with_images if text_type else family.classes)[0]]

@@ -46,6 +46,7 @@ GGUF_KINDS = (
     "qwen3-next",
     "ministral3",
     "minimax-m2",
+    "granite-moe-shared",
     "ernie4_5-moe",
     "exaone-moe",
     "gemma",
@@ -562,6 +563,36 @@ def test_image_tensors_are_skipped_under_old_and_new_names(
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert "images are not served" in caplog.text
+
+
+def test_older_qwen_2_5_vl_checkpoint_is_read(
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Read the published names: no text_config, no prefix of the language model, and the type "mrope"."""
+    nested = tiny_checkpoint("qwen2.5-vl")
+    config = json.loads((nested / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    text |= {"rope_parameters": None, "rope_scaling": rope, "rope_theta": text["rope_parameters"]["rope_theta"]}
+    (tmp_path / "config.json").write_text(json.dumps({**text, **config}))
+    shutil.copy(nested / "generation_config.json", tmp_path)
+    tensors = load_file(nested / "model.safetensors")
+    older = (("model.language_model.", "model."), ("model.visual.", "visual."))
+    for new, old in older:
+        tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
+    assert any(name.startswith("visual.") for name in tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = open_checkpoint(nested)
+    caplog.clear()
+    found = open_checkpoint(tmp_path)
+    assert caplog.messages == ["images are not served: only the text part of this model is supported"]
+    assert found.config == expected.config
+    ours, theirs = tensors_of(found), tensors_of(expected)
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_multi_token_prediction_layers_are_skipped(

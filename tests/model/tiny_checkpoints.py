@@ -831,6 +831,101 @@ FAMILY_KINDS |= {
         },
     ),
 }
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+_QWEN_EYES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+FAMILY_KINDS |= {
+    "qwen2.5-vl": (
+        "qwen2_5_vl",
+        {
+            "text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+            "vision_config": _QWEN_EYES,
+            "image_token_id": VOCAB_SIZE - 1,
+        },
+    ),
+    "qwen3-vl": (
+        "qwen3_vl",
+        {
+            "text_config": {"head_dim": 32, "attention_bias": True, "rope_parameters": _MROPE},
+            "vision_config": _QWEN_EYES,
+            "image_token_id": VOCAB_SIZE - 1,
+        },
+    ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        {
+            "text_config": {
+                "head_dim": 32,
+                "num_hidden_layers": 3,
+                "num_experts": 8,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 48,
+                "mlp_only_layers": [1],
+                "rope_parameters": _MROPE,
+            },
+            "vision_config": _QWEN_EYES,
+            "image_token_id": VOCAB_SIZE - 1,
+        },
+    ),
+    "solar-open": (
+        "solar_open",
+        {
+            **_ROUTED,
+            "first_k_dense_replace": 0,
+            "head_dim": 32,
+            "attention_bias": True,
+        },
+    ),
+    "granite-moe-shared": (
+        "granitemoeshared",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "hy-v3": (
+        "hy_v3",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "mellum": (
+        "mellum",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {
+                "full_attention": _YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+}
 _LLAMA4 = {
     "head_dim": 32,
     "num_hidden_layers": 5,
@@ -917,6 +1012,8 @@ def write_checkpoint(
         top_p=0.8,
     )
     model.save_pretrained(directory, max_shard_size="100KB" if sharded else "1GB")
+    if model_type == "qwen3_vl_moe":
+        _transpose_experts(directory / "model.safetensors")
     written = dict(fields or {})
     if model_type in _PUBLISHED_CLASSES:
         written["architectures"] = [_PUBLISHED_CLASSES[model_type]]
@@ -925,6 +1022,16 @@ def write_checkpoint(
         saved = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**saved, **written}), encoding="utf-8")
     _write_tokenizer(directory)
+
+
+def _transpose_experts(path: Path) -> None:
+    """Transpose the matrices of experts, as in the published checkpoints. transformers reads both layouts."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, path, {"format": "pt"})
 
 
 def _vocabulary() -> list[str]:
@@ -1061,12 +1168,21 @@ _GPT2_FIELDS = {
 }
 _ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
 _HYBRIDS = ("granitemoehybrid", "jamba", "lfm2", "lfm2_moe")
-_PERMUTED_BY_THE_CONVERTER = ("granite", "granitemoe", "granitemoehybrid", "mixtral", "ministral3", "smollm3")
+_PERMUTED_BY_THE_CONVERTER = (
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "granitemoehybrid",
+    "mixtral",
+    "ministral3",
+    "smollm3",
+)
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
     "ministral3": "mistral3",
     "minimax_m2": "minimax-m2",
+    "granitemoeshared": "granitemoe",
     "ernie4_5_moe": "ernie4_5-moe",
     "exaone_moe": "exaone-moe",
     "qwen3_next": "qwen3next",
@@ -1156,6 +1272,8 @@ def write_family_gguf(
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if model_type == "exaone_moe":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if model_type == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     if model_type == "mamba2":
         _add_mamba2_metadata(writer, config)
     if model_type == "nemotron_h":

@@ -1,6 +1,7 @@
 """GLM-4: rotary embeddings rotate half of each head in adjacent pairs. GLM-4-0414 adds norms after attention and MLP.
 
 GLM-4.5 also rotates half of each head, but in pairs j and j + half. Most of its layers are mixtures as in DeepSeek-V3.
+Solar Open has these mixtures in all layers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["GLM", "GLM4", "GLM4_MOE"]
+__all__ = ["GLM", "GLM4", "GLM4_MOE", "SOLAR_OPEN"]
 
 
 def _describe_glm(fields: ModelFields) -> ModelConfig:
@@ -43,6 +44,14 @@ def _describe_glm4_moe(fields: ModelFields) -> ModelConfig:
     )
     layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in fields.routed_by_sigmoid()]
     return fields.described("glm4_moe", layers, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
+
+
+def _describe_solar(fields: ModelFields) -> ModelConfig:
+    has_bias = fields.flag_or("attention_bias", False)
+    rotary = fields.rotary(fields.head_dim(128), theta=1_000_000.0)
+    attention = fields.attention(head_dim=128, has_bias=has_bias, rotary=rotary)
+    layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in fields.routed_by_sigmoid()]
+    return fields.described("solar_open", layers, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
 
 
 GLM = Family(
@@ -87,4 +96,12 @@ GLM4_MOE = Family(
     describe=_describe_glm4_moe,
     transformers=Naming(modules=SHARED_EXPERTS),
     gguf=GgufNaming(architecture="glm4moe", modules={"mlp_norm": "post_attention_norm"}),
+)
+SOLAR_OPEN = Family(
+    name="solar_open",
+    classes=("SolarOpenForCausalLM",),
+    model_type="solar_open",
+    defaults={"num_key_value_heads": 8, "n_shared_experts": 1, "topk_group": 1, "norm_topk_prob": True},
+    describe=_describe_solar,
+    transformers=Naming(modules=SHARED_EXPERTS),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
@@ -25,19 +25,21 @@ def _describe_dense(fields: ModelFields) -> ModelConfig:
 
 
 def _describe_mixture(fields: ModelFields) -> ModelConfig:
-    experts = fields.experts("num_local_experts", fields.whole("intermediate_size"), normalizes=True)
-    return _described(fields, "granitemoe", experts)
+    return _described(fields, "granitemoe", _experts(fields, fields.whole_or("shared_intermediate_size", 0)))
+
+
+def _experts(fields: ModelFields, shared_size: int) -> ExpertsConfig:
+    middle = fields.whole("intermediate_size")
+    return fields.experts("num_local_experts", middle, normalizes=True, shared_size=shared_size)
 
 
 def _describe_hybrid(fields: ModelFields) -> ModelConfig:
     shared_size = fields.whole_or("shared_intermediate_size", 1024)
     mlp: MlpConfig | ExpertsConfig
     if fields.whole_or("num_local_experts", 8) == 0:
-        mlp = structs.replace(fields.mlp(), intermediate_size=shared_size)
+        mlp = replace(fields.mlp(), intermediate_size=shared_size)
     else:
-        mlp = fields.experts(
-            "num_local_experts", fields.whole("intermediate_size"), normalizes=True, shared_size=shared_size
-        )
+        mlp = _experts(fields, shared_size)
     kind = fields.text_or("position_embedding_type", "nope")
     if kind not in ("nope", "rope"):
         raise fields.wrong("position_embedding_type", "nope or rope")
@@ -93,9 +95,12 @@ GRANITE = Family(
     describe=_describe_dense,
     gguf=GgufNaming(architecture="granite", pairs_adjacent=True),
 )
+_SHARED = {f"shared.{part}_proj": "shared_mlp.input_linear" for part in ("gate", "up")} | {
+    "shared.down_proj": "shared_mlp.output_linear"
+}
 GRANITE_MOE = Family(
     name="granitemoe",
-    classes=("GraniteMoeForCausalLM",),
+    classes=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     model_type="granitemoe",
     describe=_describe_mixture,
     transformers=Naming(
@@ -104,6 +109,7 @@ GRANITE_MOE = Family(
             "experts.gate_proj": "block_sparse_moe.input_linear",
             "experts.up_proj": "block_sparse_moe.input_linear",
             "experts.down_proj": "block_sparse_moe.output_linear",
+            **_SHARED,
         }
     ),
     gguf=GgufNaming(architecture="granitemoe", pairs_adjacent=True),
@@ -120,9 +126,6 @@ GRANITE_HYBRID = Family(
             "gate_proj": "shared_mlp.input_linear",
             "up_proj": "shared_mlp.input_linear",
             "down_proj": "shared_mlp.output_linear",
-            "shared.gate_proj": "shared_mlp.input_linear",
-            "shared.up_proj": "shared_mlp.input_linear",
-            "shared.down_proj": "shared_mlp.output_linear",
         }
     ),
     gguf=GgufNaming(architecture="granitehybrid", pairs_adjacent=True),

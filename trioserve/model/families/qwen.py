@@ -1,18 +1,21 @@
 """Qwen2 and 2.5: a Llama with biases. Qwen3: norms on query and key heads. Both may have sliding windows or experts.
 
-In a Qwen2 with experts, a shared expert also computes every token.
+In a Qwen2 with experts, a shared expert also computes every token. The language models of Qwen2.5-VL and Qwen3-VL are
+a Qwen2 and a Qwen3: the positions of texts have the same number in all three parts of their rotary embeddings.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from trioserve.model.families.family import Family, GgufNaming
+from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
 from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["QWEN2", "QWEN3", "QWEN2_MOE", "QWEN3_MOE"]
+__all__ = ["MELLUM", "QWEN2", "QWEN25_VL", "QWEN2_MOE", "QWEN3", "QWEN3_MOE", "QWEN3_VL", "QWEN3_VL_MOE"]
 
 
 def _describe_qwen2(fields: ModelFields) -> ModelConfig:
@@ -20,9 +23,12 @@ def _describe_qwen2(fields: ModelFields) -> ModelConfig:
 
 
 def _describe_qwen3(fields: ModelFields) -> ModelConfig:
+    return _described(fields, "qwen3", _qwen3_attention(fields))
+
+
+def _qwen3_attention(fields: ModelFields, head_dim: int | None = 128, **choices: Any) -> AttentionConfig:
     has_bias = fields.flag_or("attention_bias", False)
-    attention = fields.attention(head_dim=128, qk_norm="head", has_bias=has_bias, has_output_bias=has_bias)
-    return _described(fields, "qwen3", attention)
+    return fields.attention(head_dim=head_dim, qk_norm="head", has_bias=has_bias, has_output_bias=has_bias, **choices)
 
 
 def _described(fields: ModelFields, family: str, attention: AttentionConfig) -> ModelConfig:
@@ -51,15 +57,73 @@ QWEN3 = Family(
 )
 
 
+_VL_DEFAULTS = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 128_000,
+}
+QWEN25_VL = Family(
+    name="qwen2_5_vl",
+    classes=(),
+    model_type="qwen2_5_vl_text",
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": 4096},
+    describe=lambda fields: _described(fields, "qwen2_5_vl", fields.attention(has_bias=True)),
+    with_images=("Qwen2_5_VLForConditionalGeneration",),
+    text_defaults={
+        "vocab_size": 152_064,
+        "hidden_size": 8192,
+        "intermediate_size": 29_568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 32_768,
+        "max_window_layers": 80,
+        "bos_token_id": 151_643,
+    },
+)
+QWEN3_VL = Family(
+    name="qwen3_vl",
+    classes=(),
+    model_type="qwen3_vl_text",
+    defaults={"num_key_value_heads": 32, "rope_theta": 500_000.0},
+    describe=lambda fields: _described(fields, "qwen3_vl", _qwen3_attention(fields)),
+    with_images=("Qwen3VLForConditionalGeneration",),
+    text_defaults=_VL_DEFAULTS,
+)
+
+
 def _describe_qwen2_moe(fields: ModelFields) -> ModelConfig:
     experts = _experts(fields, shared_size=fields.whole("shared_expert_intermediate_size"), has_shared_gate=True)
     return _described_moe(fields, "qwen2_moe", fields.attention(has_bias=fields.flag_or("qkv_bias", True)), experts)
 
 
 def _describe_qwen3_moe(fields: ModelFields) -> ModelConfig:
-    has_bias = fields.flag_or("attention_bias", False)
-    attention = fields.attention(head_dim=128, qk_norm="head", has_bias=has_bias, has_output_bias=has_bias)
-    return _described_moe(fields, "qwen3_moe", attention, _experts(fields))
+    return _described_moe(fields, "qwen3_moe", _qwen3_attention(fields), _experts(fields))
+
+
+def _describe_qwen3_vl_moe(fields: ModelFields) -> ModelConfig:
+    experts = msgspec.structs.replace(_experts(fields), normalizes=True)
+    return _described_moe(fields, "qwen3_vl_moe", _qwen3_attention(fields, None), experts)
+
+
+def _describe_mellum(fields: ModelFields) -> ModelConfig:
+    """Describe Mellum 2: a Qwen3 with experts, in which layers with a sliding window may have other positions."""
+    head_dim = fields.head_dim(128)
+    whole = fields.rotary(head_dim, layer_type="full_attention", theta=500_000.0)
+    sliding = fields.rotary(head_dim, layer_type="sliding_attention", theta=10_000.0)
+    windows = fields.windows(fields.whole_or("sliding_window", 1024), lambda layer: False)
+    is_sparse, experts = fields.sparse_layers(0), _experts(fields)
+    dense = experts if all(is_sparse) else fields.mlp()
+    layers = [
+        LayerConfig(
+            attention=_qwen3_attention(fields, rotary=whole if window is None else sliding, window=window),
+            mlp=experts if sparse else dense,
+        )
+        for window, sparse in zip(windows, is_sparse, strict=True)
+    ]
+    return fields.described("mellum", layers)
 
 
 def _experts(fields: ModelFields, shared_size: int = 0, has_shared_gate: bool = False) -> ExpertsConfig:
@@ -98,4 +162,37 @@ QWEN3_MOE = Family(
     defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     describe=_describe_qwen3_moe,
     gguf=GgufNaming(architecture="qwen3moe"),
+)
+QWEN3_VL_MOE = Family(
+    name="qwen3_vl_moe",
+    classes=(),
+    model_type="qwen3_vl_moe_text",
+    defaults={"num_key_value_heads": 16, "rope_theta": 500_000.0},
+    describe=_describe_qwen3_vl_moe,
+    transformers=Naming(
+        modules={
+            "experts.gate_proj.weight": "mlp.experts.gate_up_proj",
+            "experts.up_proj.weight": "mlp.experts.gate_up_proj",
+            "experts.down_proj.weight": "mlp.experts.down_proj",
+        },
+        turned=("experts.gate_proj", "experts.up_proj", "experts.down_proj"),
+    ),
+    with_images=("Qwen3VLMoeForConditionalGeneration",),
+    text_defaults={
+        **_VL_DEFAULTS,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "tie_word_embeddings": True,
+    },
+)
+MELLUM = Family(
+    name="mellum",
+    classes=("MellumForCausalLM",),
+    model_type="mellum",
+    defaults={"num_key_value_heads": 4, "norm_topk_prob": True},
+    describe=_describe_mellum,
 )

@@ -11,11 +11,12 @@ from trioserve.model.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N
-from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
+from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from trioserve.model.families.gpt2 import CODEGEN, FALCON, FALCON_GROUPED, GPT2, GPT_BIGCODE, GPTJ, OPT
 from trioserve.model.families.gpt_neox import APERTUS, ARCEE, GPT_NEOX, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
 from trioserve.model.families.gpt_oss import GPT_OSS
 from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, HYPERCLOVAX
+from trioserve.model.families.hunyuan import HY_V3
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
 from trioserve.model.families.llama import CWM, ERNIE45, ERNIE45_MOE, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
 from trioserve.model.families.llama4 import LLAMA4
@@ -26,7 +27,7 @@ from trioserve.model.families.mixtral import MINIMAX_M2, MIXTRAL
 from trioserve.model.families.nemotron_h import NEMOTRON_H
 from trioserve.model.families.olmo import OLMO2, OLMO3, OLMOE
 from trioserve.model.families.phi import PHI3
-from trioserve.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from trioserve.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN25_VL
 from trioserve.model.families.qwen_next import QWEN3_NEXT, QWEN35, QWEN35_MOE
 
 __all__ = ["FAMILIES", "family_named", "family_of_class", "family_of_gguf", "family_of_model_type"]
@@ -96,6 +97,12 @@ FAMILIES: tuple[Family, ...] = (
     ERNIE45_MOE,
     EXAONE_MOE,
     COHERE2_MOE,
+    HY_V3,
+    MELLUM,
+    QWEN25_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    SOLAR_OPEN,
     DOTS1,
     GPT_OSS,
     LLAMA4,

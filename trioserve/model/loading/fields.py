@@ -15,7 +15,7 @@ from typing import TypeGuard, TypeVar
 
 from trioserve.contracts.errors import ModelLoadError
 
-__all__ = ["Fields", "check_apart", "one_line", "IMAGE_NOTES", "unread_names", "warn_of_unread"]
+__all__ = ["IMAGE_NOTES", "IMAGE_PREFIXES", "Fields", "check_apart", "one_line", "unread_names", "warn_of_unread"]
 
 MESSAGE_CHARACTERS_MAX = 600  # The longest message of this code has about 300 characters.
 _INFINITY = {"__float__": "Infinity"}

@@ -13,7 +13,7 @@ from trioserve.model.families.family import MEANINGFUL_FIELDS, Family
 from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_of_class, family_of_model_type
 from trioserve.model.layer_config import RopeScaling
-from trioserve.model.loading.fields import IMAGE_NOTES, Fields, unread_names, warn_of_unread
+from trioserve.model.loading.fields import IMAGE_NOTES, IMAGE_PREFIXES, Fields, unread_names, warn_of_unread
 from trioserve.model.model_config import Dtype, ModelConfig
 
 __all__ = [
@@ -100,8 +100,10 @@ def model_config_from(
     Raises:
         ModelLoadError: no supported family includes this model.
     """
+    family, is_with_images = _family(Fields(config, "config.json"))
+    if family.model_type == "qwen2_5_vl_text" and "text_config" not in config:
+        config = _nested(config)
     outer = Fields(config, "config.json")
-    family, is_with_images = _family(outer)
     ends = (*end_token_ids_from(generation_config), *outer.wholes("eos_token_id"))
     source, named = "config.json", config
     if is_with_images:
@@ -188,6 +190,22 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     return family, named[0] in family.with_images
 
 
+def _nested(config: dict[str, object]) -> dict[str, object]:
+    """Move the fields of the language model into text_config. Older configs of Qwen2.5-VL have them outside.
+
+    Their rope scaling has the type "mrope", which scales nothing: it only divides the positions of images.
+    """
+    texts = {
+        name: value
+        for name, value in config.items()
+        if name not in ("architectures", "model_type") and not name.startswith(IMAGE_PREFIXES)
+    }
+    scaling = texts.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("type") == "mrope":
+        texts["rope_scaling"] = {**scaling, "type": "default"}
+    return {name: value for name, value in config.items() if name not in texts} | {"text_config": texts}
+
+
 def _text_config(fields: Fields, family: Family) -> dict[str, object]:
     described = fields.object_or_none("text_config")
     # Without text_config, Idefics 3 and SmolVLM use a Llama with a different epsilon.
@@ -199,7 +217,7 @@ def _text_config(fields: Fields, family: Family) -> dict[str, object]:
             f"the text_config in config.json is of a {model_type}; supported in such a model is {family.model_type}"
         )
     outside = {name: fields.flag_or(name, False) for name in ("tie_word_embeddings",) if name in fields}
-    return {**family.text_defaults, **outside, **described}
+    return {**family.text_defaults, **described, **outside}  # transformers reads the outer field, too.
 
 
 def sampling_defaults_from(generation_config: dict[str, object]) -> dict[str, float | int]:

@@ -62,7 +62,8 @@ _TEXT_PREFIXES = (
     ("model.text_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
-    ("lm_head.", "lm_head."),
+    # Older names of Qwen2.5-VL, whose other tensors begin with "visual.".
+    *((name, name) for name in ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")),
 )
 EMBEDDING_NAME = "model.embed_tokens.weight"
 INDEX_NAME = "model.safetensors.index.json"
