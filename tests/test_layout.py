@@ -165,7 +165,8 @@ ROOMS = {
 }
 # These files are above the packages. They may import several packages, and no package imports them.
 TOP_FILES = words(
-    "__init__ __main__ asgi assemble assemble_compute assemble_images assemble_model assemble_ranks "
+    "__init__ __main__ asgi assemble assemble_compute assemble_engines assemble_images assemble_model "
+    "assemble_ranks "
     "cli commands config options ray ray_engines ray_ranks rollouts"
 )
 PRETENDS = words("testing simulation bench.inside")

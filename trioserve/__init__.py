@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trioserve.asgi import asgi_app, cancel_on_disconnect
     from trioserve.assemble import open_engine
+    from trioserve.assemble_engines import Engines, open_engines
     from trioserve.assemble_images import open_image_engine
     from trioserve.assemble_model import LoadProgress
     from trioserve.commands.serve import serve
@@ -53,6 +54,7 @@ __all__ = [
     "Draining",
     "Engine",
     "EngineFault",
+    "Engines",
     "FinishReason",
     "ImageDelta",
     "ImageParams",
@@ -87,6 +89,7 @@ __all__ = [
     "cancel_on_disconnect",
     "find_default_model",
     "open_engine",
+    "open_engines",
     "open_image_engine",
     "serve",
 ]
@@ -102,6 +105,7 @@ _HOMES = {
     **dict.fromkeys(("BroadcastWeights", "SharedWeights", "WeightGroup"), "trioserve.contracts.weights"),
     "LoadProgress": "trioserve.assemble_model",
     "open_engine": "trioserve.assemble",
+    **dict.fromkeys(("Engines", "open_engines"), "trioserve.assemble_engines"),
     "open_image_engine": "trioserve.assemble_images",
     "serve": "trioserve.commands.serve",
     "ChatPrompt": "trioserve.contracts.prompt",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import secrets
 import signal
@@ -16,25 +15,20 @@ from typing import Any
 import trio
 
 from trioserve.admission.model_runs import ModelRuns
+from trioserve.assemble_engines import memory_budget, model_spec
 from trioserve.commands.child_processes import PARENT_PIPE, relay_lines, start_child
 from trioserve.config import Config
-from trioserve.contracts.errors import StartupError, TrioserveError
-from trioserve.model.device import free_host_bytes
-from trioserve.model.estimate import estimate_model
-from trioserve.model.loading.default_model import resolve_model
+from trioserve.contracts.errors import StartupError
 from trioserve.options.engine import EngineOptions, ImageOptions
-from trioserve.options.hosting import GIB, HostedModelOptions
+from trioserve.options.hosting import KV_CACHE_GIB, HostedModelOptions
 from trioserve.options.option import ENVIRONMENT_PREFIX, checked, options_of
 from trioserve.proxy.fleet import EndpointSpec
-from trioserve.router.hosted_models import ModelSpec
 from trioserve.router.settings import HostedModelsSettings
 
 __all__ = ["Hosting", "ModelProcesses", "hosted_models"]
 
 logger = logging.getLogger(__name__)
 
-MEMORY_SHARE = 0.8  # share of the free memory that models may use by default
-KV_CACHE_GIB = 1.0  # size of the KV cache of a model without --kv-cache-memory
 STOP_SECONDS_MAX = 10.0  # A process that has not ended this long after SIGTERM is killed.
 NOT_OF_ENGINES = frozenset({"model", "served_model_name"})
 
@@ -72,9 +66,9 @@ class Hosting:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._models = hosted_models(config)
-        self._bytes = {model.name: _bytes_of(model, config) for model in self._models}
-        memory = config.models_memory
-        self._memory_bytes = int(MEMORY_SHARE * free_host_bytes()) if memory is None else int(memory * GIB)
+        common = _common_options(config)
+        self._specs = [model_spec(model, common, keep_alive=config.model_keep_alive) for model in self._models]
+        self._memory_bytes = memory_budget(config.models_memory)
 
     @property
     def what(self) -> str:
@@ -96,35 +90,11 @@ class Hosting:
         settings = HostedModelsSettings(
             memory_bytes=self._memory_bytes, turn_seconds=config.model_turn, loads_max=config.max_model_loads
         )
-        default = math.inf if config.model_keep_alive is None else config.model_keep_alive
-        specs = [
-            ModelSpec(
-                name=model.name,
-                bytes=self._bytes[model.name],
-                keep_alive_seconds=default if model.keep_alive is None else model.keep_alive,
-                is_pinned=model.pinned,
-            )
-            for model in self._models
-        ]
-        runs = ModelRuns(settings, specs, ModelProcesses(config, self._models).run)
+        runs = ModelRuns(settings, self._specs, ModelProcesses(config, self._models).run)
         for model in self._models:
             if model.preload:
                 runs.load(model.name)
         return runs
-
-
-def _bytes_of(model: HostedModelOptions, config: Config) -> int:
-    """Return the memory of a loaded model. Raise StartupError if the model cannot be read."""
-    if model.memory is not None:
-        return int(model.memory * GIB)
-    engine = options_of(EngineOptions)
-    values = {**_common_options(config), **model.engine}
-    spelled = {name: (name, value) for name, value in values.items() if name in engine}
-    try:
-        options = checked(EngineOptions, {**spelled, "model": ("model", model.path)}, strict=False)
-        return estimate_model(resolve_model(model.path), options.model_settings()).total_bytes
-    except TrioserveError as error:
-        raise StartupError(f'the hosted model "{model.name}" cannot be read: {error}') from None
 
 
 def _common_options(config: Config) -> dict[str, Any]:

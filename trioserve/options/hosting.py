@@ -16,12 +16,21 @@ from trioserve.contracts.errors import StartupError
 from trioserve.options.option import about
 from trioserve.router.settings import HostedModelsSettings
 
-__all__ = ["MODEL_SPELLING", "HostedModelOptions", "HostingOptions", "hosted_model_text"]
+__all__ = [
+    "GIB",
+    "KV_CACHE_GIB",
+    "MEMORY_SHARE",
+    "HostedModelOptions",
+    "HostingOptions",
+    "hosted_model_text",
+]
 
 HOSTED = HostedModelsSettings(memory_bytes=0)
 MODEL_SPELLING = "NAME=PATH or NAME=PATH,OPTION=VALUE,..."
 NEXT_OPTION = re.compile(r",(?=[a-z][a-z_-]*=)")
 GIB = 2**30
+MEMORY_SHARE = 0.8  # share of the free memory that hosted models may use by default
+KV_CACHE_GIB = 1.0  # size of the KV cache of a hosted model without kv_cache_memory
 
 
 class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +55,33 @@ class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     keep_alive: Annotated[float, Meta(ge=0)] | None = None
     memory: Annotated[float, Meta(gt=0)] | None = None
     engine: dict[str, Any] = {}
+
+    @classmethod
+    def of_table(cls, name: str, table: Mapping[str, Any], *, path_key: str = "path") -> HostedModelOptions:
+        """Create the options from a table.
+
+        Args:
+            name: name of the model.
+            table: own options and engine options by name, in which `_` may be spelled `-`.
+            path_key: key of the path.
+
+        Raises:
+            StartupError: the path is missing, or an own option has a wrong value.
+        """
+        values = {key.replace("-", "_"): value for key, value in table.items()}
+        path = values.pop(path_key, None)
+        if not isinstance(path, str):
+            raise StartupError(
+                f'the hosted model "{name}" has no {path_key}: set it to a directory, a .gguf file or a name'
+            )
+        if isinstance(values.get("aliases"), str):
+            values["aliases"] = [values["aliases"]]
+        own = {key: value for key, value in values.items() if key in OWN_OPTIONS}
+        engine = {key: value for key, value in values.items() if key not in OWN_OPTIONS}
+        try:
+            return msgspec.convert({"name": name, "path": path, **own, "engine": engine}, cls)
+        except msgspec.ValidationError as error:
+            raise StartupError(f'the hosted model "{name}" has a wrong option: {error}') from None
 
 
 OWN_OPTIONS = frozenset(HostedModelOptions.__struct_fields__) - {"name", "path", "engine"}
@@ -125,22 +161,14 @@ def _parsed(text: str) -> HostedModelOptions:
     name, equals, path = first.partition("=")
     if not (name and equals and path):
         raise StartupError(f'a hosted model is "{text}", it must be {MODEL_SPELLING}')
-    own: dict[str, Any] = {"name": name, "path": path}
-    engine: dict[str, Any] = {}
+    table: dict[str, Any] = {"path": path}
     for each in rest:
         key, _, value = each.partition("=")
-        key = key.replace("-", "_")
         try:
-            read = json.loads(value)
+            table[key] = json.loads(value)
         except ValueError:
-            read = value
-        if key == "aliases" and isinstance(read, str):
-            read = [read]
-        (own if key in OWN_OPTIONS else engine)[key] = read
-    try:
-        return msgspec.convert({**own, "engine": engine}, HostedModelOptions)
-    except msgspec.ValidationError as error:
-        raise StartupError(f'the hosted model "{name}" has a wrong option: {error}') from None
+            table[key] = value
+    return HostedModelOptions.of_table(name, table)
 
 
 def _found_in(directory: Path) -> list[HostedModelOptions]:

@@ -1,0 +1,83 @@
+"""Tests of several engines in one program, with real models and memory for one of them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import trio
+
+import trioserve
+from trioserve.contracts.errors import NoEndpoint, StartupError
+from trioserve.model.loading.default_model import find_default_model
+
+MODELS = {"a": {"model": "smollm2"}, "b": {"model": "smollm2", "max_model_len": 512}}
+SMALL = {"memory": 1.0, "kv_cache_memory": 0.25, "threads": 1, "max_num_seqs": 4}
+PARAMS = trioserve.SamplingParams(max_tokens=4, temperature=0)
+
+pytestmark = pytest.mark.skipif(find_default_model("smollm2") is None, reason="smollm2 is not on this machine")
+
+
+async def said(engine: trioserve.Engine) -> str:
+    async with engine.generate("The capital of France is", PARAMS) as stream:
+        return "".join([delta.text async for delta in stream])
+
+
+async def test_engines_take_turns_in_the_memory_and_leave_nothing():
+    threads = threading.active_count()
+    async with trioserve.open_engines(MODELS, **SMALL) as engines:
+        assert {name: status.state for name, status in engines.statuses().items()} == dict.fromkeys("ab", "unloaded")
+        async with engines.engine("a") as a:
+            first = await said(a)
+            async with engines.engine("a") as same:
+                assert same is a
+        async with engines.engine("b") as b:
+            assert await said(b) == first
+            assert engines.statuses()["a"].reason == "b needs its memory"
+        assert engines.held_bytes == engines.statuses()["b"].bytes
+        engines.unload("b")
+        assert (await engines.wait_until_settled("b")).state == "unloaded"
+        assert engines.held_bytes == 0
+        with pytest.raises(KeyError, match="there is no model 'c'; models are: a, b"):
+            async with engines.engine("c"):
+                pass
+    assert threading.active_count() <= threads + 2  # Trio keeps idle worker threads for a while.
+
+
+async def test_opening_is_cancelled_when_the_last_caller_leaves():
+    async with trioserve.open_engines(MODELS, **SMALL) as engines:
+        with trio.move_on_after(0.01):
+            async with engines.engine("a"):
+                pass
+        assert (await engines.wait_until_settled("a")).state == "unloaded"
+        assert (engines.held_bytes, engines.statuses()["a"].waiting, engines.statuses()["a"].loads) == (0, 0, 0)
+
+
+async def test_failed_opening_names_its_reason_to_all_that_wait(monkeypatch):
+    async with trioserve.open_engines({"a": {"model": "smollm2", "memory": 0.1}}, threads=1) as engines:
+        # The size of the model was given by hand, and its KV cache does not fit into the memory of the machine.
+        monkeypatch.setattr("trioserve.model.device.free_host_bytes", lambda: 1)
+
+        async def fail() -> None:
+            with pytest.raises(NoEndpoint, match="the model a could not be loaded: the KV cache is set to"):
+                async with engines.engine("a"):
+                    pass
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fail)
+            nursery.start_soon(fail)
+
+
+@pytest.mark.parametrize(
+    ("models", "sentence"),
+    [
+        ({"a": {}}, 'the hosted model "a" has no model'),
+        ({"a": {"model": "smollm2", "block_size": "many"}}, 'the hosted model "a": block_size is'),
+        ({"a": {"model": "smollm2", "port": 1}}, 'the hosted model "a": port is not an option'),
+        ({"a": {"model": "/nowhere"}}, 'the hosted model "a" cannot be read'),
+    ],
+)
+async def test_wrong_models_are_refused_at_once(models, sentence):
+    with pytest.raises(StartupError, match=sentence):
+        async with trioserve.open_engines(models, memory=1.0):
+            pass

@@ -1,0 +1,226 @@
+"""Opens several engines in one program, each one when a request asks for it, within one memory budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import trio
+
+from trioserve.admission.model_runs import ModelRuns, ModelStatus
+from trioserve.assemble import open_configured_engine
+from trioserve.assemble_model import LoggedProgress
+from trioserve.contracts.errors import StartupError, TrioserveError
+from trioserve.engine.engine import Engine
+from trioserve.model.device import free_host_bytes
+from trioserve.model.estimate import estimate_model
+from trioserve.model.loading.default_model import resolve_model
+from trioserve.options.engine import EngineOptions
+from trioserve.options.hosting import GIB, KV_CACHE_GIB, MEMORY_SHARE, HostedModelOptions
+from trioserve.options.option import checked, options_of
+from trioserve.router.hosted_models import ModelSpec
+from trioserve.router.settings import HostedModelsSettings
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.own_run import check_is_in_trio, opened_once
+
+__all__ = ["Engines", "engine_options_of", "memory_budget", "model_spec", "open_engines"]
+
+
+def engine_options_of(model: HostedModelOptions, common: Mapping[str, Any]) -> EngineOptions:
+    """Return the options of a hosted model's engine.
+
+    Args:
+        model: the model.
+        common: engine options of all models. The options of the model override them.
+
+    Raises:
+        StartupError: an option is unknown or has a wrong value.
+    """
+    known = options_of(EngineOptions)
+    values = {"kv_cache_memory": KV_CACHE_GIB, **{name: value for name, value in common.items() if name in known}}
+    spelled = {name: (name, value) for name, value in {**values, **model.engine}.items()}
+    try:
+        return checked(EngineOptions, {**spelled, "model": ("model", model.path)}, strict=False)
+    except StartupError as error:
+        raise StartupError(f'the hosted model "{model.name}": {error}') from None
+
+
+def model_spec(model: HostedModelOptions, common: Mapping[str, Any], *, keep_alive: float | None) -> ModelSpec:
+    """Describe a hosted model. Its files are looked for, and fetched from the hub if they are missing.
+
+    Args:
+        model: the model.
+        common: engine options of all models.
+        keep_alive: seconds after which an idle model is unloaded. None: no limit. The model's own value overrides it.
+
+    Raises:
+        StartupError: an option is wrong, or the model cannot be read.
+    """
+    seconds = keep_alive if model.keep_alive is None else model.keep_alive
+    if model.memory is not None:
+        byte_count = int(model.memory * GIB)
+    else:
+        known = options_of(EngineOptions)
+        own = {name: value for name, value in model.engine.items() if name in known}
+        options = engine_options_of(HostedModelOptions(name=model.name, path=model.path, engine=own), common)
+        try:
+            byte_count = estimate_model(resolve_model(model.path), options.model_settings()).total_bytes
+        except TrioserveError as error:
+            raise StartupError(f'the hosted model "{model.name}" cannot be read: {error}') from None
+    return ModelSpec(
+        name=model.name,
+        bytes=byte_count,
+        keep_alive_seconds=math.inf if seconds is None else seconds,
+        is_pinned=model.pinned,
+    )
+
+
+def memory_budget(memory_gib: float | None) -> int:
+    """Return the memory of all hosted models together, in bytes.
+
+    Args:
+        memory_gib: the memory in GiB. None: MEMORY_SHARE of the free memory.
+    """
+    return int(MEMORY_SHARE * free_host_bytes()) if memory_gib is None else int(memory_gib * GIB)
+
+
+class Engines:
+    """Several engines of one program. `open_engines` creates it.
+
+    Args:
+        runs: runs of the engines.
+    """
+
+    def __init__(self, runs: ModelRuns[Engine]) -> None:
+        self._runs = runs
+
+    @asynccontextmanager
+    async def engine(self, name: str) -> AsyncIterator[Engine]:
+        """Wait until an engine is open, and keep it open inside of the scope.
+
+        If the caller leaves while the engine is being opened, and nobody else waits for it, the opening is cancelled.
+
+        Args:
+            name: name of the model.
+
+        Raises:
+            KeyError: there is no such model.
+            InvalidRequest: the model does not fit into the memory.
+            NoEndpoint: the model could not be loaded, now or a short time ago. `retry_after_seconds` says when it may
+                be loaded again.
+        """
+        if name not in self._runs:
+            raise KeyError(f"there is no model {name!r}; models are: {', '.join(sorted(self._runs.names))}")
+        async with self._runs.leased(name) as engine:
+            yield engine
+
+    def load(self, name: str) -> None:
+        """Begin to open an engine, as if somebody waited for it.
+
+        Args:
+            name: name of the model.
+
+        Raises:
+            InvalidRequest: the model does not fit into the memory.
+        """
+        self._runs.load(name)
+
+    def unload(self, name: str) -> None:
+        """Close an engine as soon as nobody uses it.
+
+        Args:
+            name: name of the model.
+        """
+        self._runs.unload(name)
+
+    async def wait_until_settled(self, name: str) -> ModelStatus:
+        """Wait until an engine is neither being opened nor closed.
+
+        Args:
+            name: name of the model.
+
+        Returns:
+            The state at the end.
+        """
+        return await self._runs.wait_until_settled(name)
+
+    def statuses(self) -> Mapping[str, ModelStatus]:
+        """Return the states of all models by name."""
+        return self._runs.statuses()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all models that are open, being opened or being closed, in bytes."""
+        return self._runs.held_bytes
+
+
+@opened_once
+async def open_engines(
+    models: Mapping[str, Mapping[str, Any]],
+    *,
+    memory: float | None = None,
+    keep_alive: float | None = None,
+    turn: float = 10.0,
+    max_loads: int = 1,
+    **options: Any,
+) -> AsyncIterator[Engines]:
+    """Offer several engines in the scope of an `async with`, and open each one when the program asks for it.
+
+    Engines that nobody uses are closed when another one needs their memory. See docs/guides/models.md for the rules.
+    The exit of the scope closes all engines.
+
+    Args:
+        models: options of each engine by name: those of `open_engine`, of which `model` is required, and `keep_alive`
+            (seconds), `pinned`, `preload` and `memory` (GiB).
+        memory: GiB for weights and KV caches of all open engines. None: 80 % of the free memory.
+        keep_alive: seconds after its last use until an engine is closed. None: when its memory is needed.
+        turn: seconds that an engine in use keeps its memory before it must give way to one that is waited for.
+        max_loads: engines that are opened at the same time.
+        options: options of all engines that do not set them, as of `open_engine`.
+
+    Raises:
+        StartupError: an option is wrong, a model cannot be read, or the pinned models do not fit.
+    """
+    check_is_in_trio("trioserve.open_engines")
+    hosted = [HostedModelOptions.of_table(name, table, path_key="model") for name, table in models.items()]
+    configured = {model.name: engine_options_of(model, options) for model in hosted}
+    specs = [
+        await trio.to_thread.run_sync(partial(model_spec, model, options, keep_alive=keep_alive)) for model in hosted
+    ]
+    settings = HostedModelsSettings(memory_bytes=memory_budget(memory), turn_seconds=turn, loads_max=max_loads)
+    runs = ModelRuns[Engine](settings, specs, partial(_run_engine, configured))
+    for model in hosted:
+        if model.preload:
+            runs.load(model.name)
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runs.run)
+            yield Engines(runs)
+            nursery.cancel_scope.cancel()
+
+
+async def _run_engine(
+    configured: Mapping[str, EngineOptions], name: str, *, on_loaded: Callable[[Engine], None], stopping: trio.Event
+) -> str:
+    """Open an engine, and close it when it has to end. See RunModel."""
+    is_open = False
+
+    async def cancel_opening(scope: trio.CancelScope) -> None:
+        await stopping.wait()
+        if not is_open:
+            scope.cancel()
+
+    try:
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(cancel_opening, nursery.cancel_scope)
+                async with open_configured_engine(configured[name], on_progress=LoggedProgress(None)) as engine:
+                    is_open = True
+                    on_loaded(engine)
+                    await stopping.wait()
+    except TrioserveError as error:
+        return str(error)
+    return "it was closed"
