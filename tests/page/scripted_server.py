@@ -150,6 +150,7 @@ def scripted_snapshot(*, block_count: int = 64, **fields: Any) -> dict[str, Any]
         "history": None,
         "transfers": None,
         "endpoints": None,
+        "models": None,
     }
     return {**snapshot, **fields}
 

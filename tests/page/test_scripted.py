@@ -239,6 +239,30 @@ def test_router_page_shows_endpoints_moved_streams_and_drains(browser: Browser, 
     browser.wait(lambda: len(browser.find_all(".endpoint")) == 1)
 
 
+def test_router_page_shows_models_on_demand_and_unloads_one(browser: Browser, script: ScriptedServer) -> None:
+    model = {
+        "state": "loaded",
+        "reason": "it was loaded",
+        "since_at": 990.0,
+        "bytes": 2**30,
+        "waiting": 0,
+        "leases": 2,
+        "pinned": False,
+        "failure": None,
+        "unloads_at": None,
+    }
+    waits = {**model, "state": "unloaded", "waiting": 3, "leases": 0, "failure": "its weights are damaged"}
+    script.snapshot = scripted_snapshot(block_count=0, blocks=None, models={"a": model, "b": waits})
+    open_live(browser, script, "/router")
+    assert browser.text("#models-sum") == "1 of 2 models in memory, 1.0 GiB, 3 requests waiting"
+    assert "2 use it, 0 wait" in browser.text(".model")
+    assert "its weights are damaged" in browser.text(".model + .model")
+    browser.click("[aria-label='Unload model a']")
+    browser.wait(lambda: script.asked == ["POST /models/unload"])
+    script.change(models={"a": {**model, "state": "unloading"}, "b": waits})
+    browser.wait_text(".model", "unloading")
+
+
 def test_plots_can_be_read_by_keyboard_and_as_a_table(browser: Browser, script: ScriptedServer) -> None:
     series = {"tokens_per_second": [10.0, 20.0, 40.0], "ttft_p50": [None, 0.02, 0.03], "ttft_p95": [None, 0.05, 0.06]}
     script.snapshot = scripted_snapshot(

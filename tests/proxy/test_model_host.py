@@ -162,6 +162,13 @@ async def test_idle_model_that_was_used_least_recently_gives_way(autojump_clock)
             await trio.sleep(1)
         assert [models.state(name) for name in "abc"] == ["loaded", "unloaded", "loaded"]
         assert (models.loads, models.host.status("b").reason) == (["a", "b", "c"], "c needs its memory")
+        async with models.router.client().ask("/ui/events", None, method="GET") as feed:
+            snapshot = await anext(aiter(feed))
+            assert {name: model["state"] for name, model in snapshot["models"].items()} == {
+                "a": "loaded",
+                "b": "unloaded",
+                "c": "loaded",
+            }
         page = (await (await models.router.client().get("/metrics")).read()).decode()
         for name, outcome, count in (
             ("a", "unloaded", 0),

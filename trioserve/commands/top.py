@@ -162,6 +162,15 @@ def view(state: FeedState, url: str) -> RenderableType:
             counts_there = (str(endpoint.get(name, "-")) for name in ("in_flight", "moved_from", "moved_to"))
             endpoints.add_row(Text(id), str(endpoint.get("health", "-")), leases, *counts_there)
         parts.append(endpoints)
+    models = state.fields.get("models")
+    if models:
+        table = Table("model", "state", "waiting", "in use", "memory", "why", box=None, header_style="bold")
+        for name, model in models.items():
+            memory = f"{model.get('bytes', 0) / 2**30:.1f} GiB"
+            counts_of_model = (str(model.get(key, "-")) for key in ("waiting", "leases"))
+            reason = Text(str(model.get("failure") or model.get("reason") or "-"))
+            table.add_row(Text(name), str(model.get("state", "-")), *counts_of_model, memory, reason)
+        parts.append(table)
     requests = Table("request", "phase", "age", "prompt", "tokens", "tenant", box=None, header_style="bold")
     now = float(state.fields.get("now") or 0.0)
     for id, request in sorted(state.requests.items(), key=lambda entry: -entry[1].get("entered_at", 0.0))[

@@ -177,6 +177,7 @@ class PageSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         transfers: Transfers of KV.
         endpoints: Endpoints of a router, by id.
         queues: Queues of a router.
+        models: Models that are loaded on demand, by name.
     """
 
     now: float
@@ -190,3 +191,4 @@ class PageSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     transfers: Mapping[str, object] | None = None
     endpoints: Mapping[str, Mapping[str, object]] | None = None
     queues: Mapping[str, object] | None = None
+    models: Mapping[str, Mapping[str, object]] | None = None

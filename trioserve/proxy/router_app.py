@@ -506,7 +506,8 @@ class RouterApp(BaseApp[RouterContext]):
         )
         processes = processes or OneProcess()
         of_many = processes.count > 1
-        feed = RouterFeed(fleet, metrics, process=f"{processes.number} of {processes.count}" if of_many else None)
+        process = f"{processes.number} of {processes.count}" if of_many else None
+        feed = RouterFeed(fleet, metrics, process=process, models=models)
         self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
         self.kept = KeptObjects()
         streams = LiveStreams()

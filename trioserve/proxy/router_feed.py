@@ -12,13 +12,14 @@ import trio
 
 from trioserve.admission.dispatch import AdmissionScope
 from trioserve.admission.feeds import History, Watchers, tenant_name
+from trioserve.admission.model_runs import ModelRuns
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.events import Phase
 from trioserve.contracts.page import ENDED_SECONDS, REQUESTS_SHOWN_MAX, PageSnapshot, RequestShown, ServerShown
 from trioserve.contracts.version import VERSION
 from trioserve.metrics.metric import HistogramWindow
 from trioserve.metrics.registry import Metrics
-from trioserve.proxy.fleet import Fleet
+from trioserve.proxy.fleet import EndpointSpec, Fleet
 
 __all__ = ["RouterFeed"]
 
@@ -34,12 +35,21 @@ class RouterFeed:
         fleet: Endpoints of the router.
         metrics: Metrics of the router.
         process: Name of this process of the router. None: the router has only one.
+        models: Models that are loaded on demand. None: there are none.
 
     Attributes:
         leaving: Set when the router accepts no new requests.
     """
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, *, process: str | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        *,
+        process: str | None = None,
+        models: ModelRuns[EndpointSpec] | None = None,
+    ) -> None:
+        self._models = models
         self.leaving = trio.Event()
         self._process = process
         self._fleet = fleet
@@ -117,7 +127,25 @@ class RouterFeed:
             }
             if sees_counts
             else None,
+            models=self._shown_models(now) if sees_counts and self._models is not None else None,
         )
+
+    def _shown_models(self, now: float) -> dict[str, dict[str, object]]:
+        assert self._models is not None
+        return {
+            name: {
+                "state": status.state,
+                "reason": status.reason,
+                "since_at": round(now - status.state_seconds, 1),
+                "bytes": status.bytes,
+                "waiting": status.waiting,
+                "leases": status.leases,
+                "pinned": status.is_pinned,
+                "failure": status.failure,
+                "unloads_at": None if status.unloads_in_seconds is None else round(now + status.unloads_in_seconds, 1),
+            }
+            for name, status in self._models.statuses().items()
+        }
 
     def _stats(self, now: float) -> dict[str, float]:
         stats, metrics = self._dispatch.stats(), self._metrics

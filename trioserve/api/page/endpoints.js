@@ -36,6 +36,61 @@ class Card {
 	}
 }
 
+class ModelCard {
+	constructor(name) {
+		this.health = el("span.health");
+		this.facts = new Terms(el("dl.facts"));
+		this.act = el("button", { type: "button", onclick: () => change(name, this.action) });
+		this.element = el("li.model.endpoint", {}, el("div.endpoint-head", {}, el("h3", {}, name), this.health, this.act), this.facts.list);
+		this.name = name;
+	}
+
+	show(model) {
+		const { facts } = this, { state, since_at: since, failure, unloads_at: unloads } = model;
+		const failed = state === "unloaded" && failure;
+		this.action = state === "loaded" || state === "draining" ? "unload" : "load";
+		write(this.act, title(this.action));
+		this.act.setAttribute("aria-label", `${title(this.action)} model ${this.name}`);
+		this.act.disabled = state === "loading" || state === "unloading" || state === "draining";
+		write(this.health, `${MODEL_SIGNS[state] ?? "○"} ${state} for ${duration(Math.max(0, feed.now() - since))}`);
+		this.health.dataset.health = failed ? "failed" : state;
+		facts.set("Why", failed ? failure : model.reason);
+		facts.set("Memory", bytes(model.bytes));
+		facts.set("Requests", `${count(model.leases)} use it, ${count(model.waiting)} wait`);
+		facts.set("Stays", model.pinned ? "always" : unloads == null ? "until its memory is needed" : `${duration(Math.max(0, unloads - feed.now()))} if it is idle`);
+	}
+}
+
+const MODEL_SIGNS = { loaded: "●", draining: "◐", loading: "◌", unloading: "◌" };
+const modelCards = new Map();
+
+export function updateModels() {
+	const { models } = feed.state;
+	show(find("models-panel"), models != null);
+	if (!models) return;
+	for (const [name, model] of Object.entries(models)) {
+		let card = modelCards.get(name);
+		if (!card) {
+			modelCards.set(name, (card = new ModelCard(name)));
+			find("models").append(card.element);
+		}
+		card.show(model);
+	}
+	const held = Object.values(models).filter((model) => model.state !== "unloaded");
+	const waiting = Object.values(models).reduce((sum, model) => sum + model.waiting, 0);
+	write(find("models-sum"), `${count(held.length)} of ${many(Object.keys(models).length, "model")} in memory, ${bytes(held.reduce((sum, model) => sum + model.bytes, 0))}, ${many(waiting, "request")} waiting`);
+}
+
+async function change(name, action) {
+	try {
+		await key.ask(`models/${action}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ model: name }) });
+		note("");
+	} catch ({ message }) {
+		say(`${name}: ${message}`);
+		note(`${name}: ${message}`);
+	}
+}
+
 const cards = new Map();
 const places = new Map(); // where each request was
 let asked = null;

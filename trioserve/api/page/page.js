@@ -1,7 +1,7 @@
 /** The page: its parts, told of what the feed brings. */
 
 import * as map from "./blocks.js";
-import { note, updateEndpoints, updateTransfers } from "./endpoints.js";
+import { note, updateEndpoints, updateModels, updateTransfers } from "./endpoints.js";
 import { feed } from "./feed.js";
 import { showKey, showStatus as showConnection, whenKeyIsSet, whenThemeChanges } from "./frame.js";
 import * as playground from "./playground.js";
@@ -42,6 +42,7 @@ function updateAll(changed) {
 	updateSteps();
 	requests.update();
 	updateEndpoints();
+	updateModels();
 	updateTransfers();
 	playground.update();
 	showFigures();
@@ -117,6 +118,7 @@ setInterval(() => {
 	requests.update();
 	updateTransfers();
 	updateEndpoints();
+	updateModels();
 	showFigures();
 }, 1000);
 

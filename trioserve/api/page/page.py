@@ -49,7 +49,7 @@ class PageSettings(msgspec.Struct, frozen=True, kw_only=True):
 SAME = re.compile(rb"(.)\1*", re.DOTALL)
 DIFFERENT = re.compile(rb"[^\x00]+")
 REQUEST_FIELDS = tuple(field.name for field in msgspec.structs.fields(RequestShown))
-WHOLE_FIELDS = ("server", "request_count", "stats", "steps", "transfers", "queues")
+WHOLE_FIELDS = ("server", "request_count", "stats", "steps", "transfers", "queues", "models")
 """Fields that are sent completely if they change."""
 
 Fields = dict[str, Any]
