@@ -190,7 +190,10 @@ async def test_busy_model_gives_way_after_its_turn_and_loses_no_request(autojump
             engine = models.servers["a"].engine
             engine.pause()
             async with models.router.client().ask(PATH, body("b")) as other:
-                await trio.sleep(20)
+                await trio.sleep(5)
+                assert models.host.status("b").reason == "it waits for the memory of other models"
+                assert models.host.status("b").state_seconds == pytest.approx(5, abs=0.1)
+                await trio.sleep(15)
                 assert models.state("a") == "draining"
                 async with models.router.client().ask(PATH, body("a")) as late:
                     await wait_all_tasks_blocked()

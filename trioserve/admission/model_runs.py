@@ -132,6 +132,7 @@ class ModelRuns(Generic[LoadedT]):
         self._runs: dict[str, _Run[LoadedT]] = {}
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
+        self._begun_at = math.inf
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Load and unload models until cancelled. Then all models end.
@@ -139,6 +140,7 @@ class ModelRuns(Generic[LoadedT]):
         Args:
             task_status: reports to the parent task that models are loaded from now on.
         """
+        self._begun_at = trio.current_time()
         async with trio.open_nursery() as self._nursery:
             task_status.started()
             while True:
@@ -297,8 +299,8 @@ class ModelRuns(Generic[LoadedT]):
         return ModelStatus(
             name=name,
             state=model.state.value,
-            reason=self._reasons[name],
-            state_seconds=now - model.changed_at,
+            reason=self._reason(model, now),
+            state_seconds=max(0.0, now - max(model.changed_at, self._begun_at)),
             bytes=model.spec.bytes,
             waiting=model.waiting_count,
             leases=len(model.leases),
@@ -369,6 +371,14 @@ class ModelRuns(Generic[LoadedT]):
                 except NoEndpoint as error:
                     self.on_refused(name, error)
         self._changed.set()
+
+    def _reason(self, model: HostedModel, now: float) -> str:
+        """Return why a model has its state, or what it waits for."""
+        if model.state is not ModelState.UNLOADED or model.waiting_since is None:
+            return self._reasons[model.spec.name]
+        if now < model.retry_at:
+            return f"it is loaded again in {model.retry_at - now:.0f} s: {model.failure}"
+        return "it waits for the memory of other models"
 
     def _is_changing(self, model: HostedModel) -> bool:
         settled = (ModelState.LOADED, ModelState.UNLOADED)
