@@ -121,6 +121,12 @@ async def test_first_request_loads_its_model_once_for_all_that_wait(autojump_clo
         await models.router.assert_all_free()
 
 
+async def test_server_is_ready_although_no_model_is_loaded():
+    async with open_models(spec("a")) as models:
+        response = await models.router.client().get("/ready")
+        assert (await response.head(), await response.json()) == (200, {"ready": True})
+
+
 async def test_load_is_cancelled_when_the_last_waiting_client_leaves(autojump_clock):
     async with open_models(spec("a")) as models:
         models.loading["a"] = trio.Event()
@@ -308,3 +314,22 @@ async def test_thousand_switches_lose_no_request_and_leave_nothing(autojump_cloc
             await models.host.wait_until_settled(name)
         assert (models.host.held_bytes, models.servers) == (0, {})
         await models.router.assert_all_free()
+
+
+async def test_router_prefers_the_server_that_has_loaded_the_model(autojump_clock):
+    async with open_models(spec("x"), spec("y")) as one, open_models(spec("x"), spec("y")) as two:
+        assert await (await two.router.client().post(PATH, body("y"))).head() == 200
+        servers = {"a": one.router, "b": two.router}
+
+        def opener(server):
+            async def connect():
+                return server.connect()
+
+            return connect
+
+        async with open_memory_router({id: opener(server) for id, server in servers.items()}) as router:
+            for _ in range(3):
+                assert await (await router.client().post(PATH, body("y"))).head() == 200
+            assert (one.loads, two.loads) == ([], ["y"])
+            assert await (await router.client().post(PATH, body("x"))).head() == 200
+            assert sorted(one.loads + two.loads) == ["x", "y"]

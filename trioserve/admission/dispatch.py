@@ -285,6 +285,11 @@ class Dispatch:
         self.core.host(models)
         self.on_enter, self.on_state = on_enter, on_state
 
+    @property
+    def hosts_models(self) -> bool:
+        """Return True if the server loads models on demand, so that it accepts requests without an endpoint."""
+        return self.on_enter is not None
+
     def model_names(self) -> KeysView[str]:
         """Return the names of all models that the endpoints serve."""
         return self.core.model_names()

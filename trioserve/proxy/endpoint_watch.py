@@ -93,7 +93,7 @@ async def watch_endpoint(
     on_role: Callable[[EngineRole | None], None],
     peers: PeerReports | None = None,
     on_vllm: Callable[[], None] = lambda: None,
-    on_adapters: Callable[[dict[str, str | None]], None] = lambda adapters: None,
+    on_models: Callable[[ServedModels], None] = lambda served: None,
     name_there: Callable[[str], str] = lambda model: model,
 ) -> None:
     """Check an endpoint regularly until cancelled.
@@ -106,7 +106,7 @@ async def watch_endpoint(
         on_role: Called after each load report with the role that the endpoint reports. None: the endpoint reports none.
         peers: Receives the routers that the endpoint knows. None: the router has no peers.
         on_vllm: Called when the metrics of the endpoint are those of vLLM.
-        on_adapters: Called with the digest of each LoRA adapter of the endpoint, by name. A digest is None if unknown.
+        on_models: Called with the models that the endpoint lists.
         name_there: Maps a model name of the router to the endpoint's name for the model.
     """
     watch = _Watch(
@@ -117,7 +117,7 @@ async def watch_endpoint(
         on_role=on_role,
         peers=peers,
         on_vllm=on_vllm,
-        on_adapters=on_adapters,
+        on_models=on_models,
         name_there=name_there,
     )
     async with trio.open_nursery() as nursery:
@@ -138,11 +138,11 @@ class _Watch:
         on_role: Callable[[EngineRole | None], None],
         peers: PeerReports | None,
         on_vllm: Callable[[], None],
-        on_adapters: Callable[[dict[str, str | None]], None],
+        on_models: Callable[[ServedModels], None],
         name_there: Callable[[str], str],
     ) -> None:
         self._name_there = name_there
-        self._on_adapters = on_adapters
+        self._on_models = on_models
         self._on_role = on_role
         self._on_vllm = on_vllm
         self._peers = peers
@@ -229,7 +229,7 @@ class _Watch:
         served = await self._ask_served()
         if served is None:
             return False
-        self._on_adapters(served.adapters)
+        self._on_models(served)
         self._dispatch.set_models(self._remote.id, served.names)
         return True
 
@@ -364,10 +364,15 @@ def _refuses_with(response: tuple[int, bytes], reason: str) -> bool:
         return False
 
 
+class _Status(msgspec.Struct):
+    value: str
+
+
 class _Model(msgspec.Struct):
     id: str
     parent: str | None = None
     adapter: str | None = None
+    status: _Status | None = None
 
 
 class ServedModels(msgspec.Struct):
@@ -398,6 +403,11 @@ class ServedModels(msgspec.Struct):
     @property
     def names(self) -> list[str]:
         return [model.id for model in self.data]
+
+    @property
+    def unloaded(self) -> frozenset[str]:
+        """Names of models that the endpoint would have to load before it serves them."""
+        return frozenset(model.id for model in self.data if model.status is not None and model.status.value != "loaded")
 
     @property
     def adapters(self) -> dict[str, str | None]:

@@ -63,9 +63,10 @@ class _Member:
         self.is_vllm = False
         # Maps the name of an adapter to its digest. None if the endpoint does not report the digest.
         self.adapters: dict[str, str | None] = {}
+        self.unloaded: frozenset[str] = frozenset()  # Models that the endpoint would have to load first.
 
-    def note_adapters(self, adapters: dict[str, str | None]) -> None:
-        self.adapters = adapters
+    def note_models(self, served: ServedModels) -> None:
+        self.adapters, self.unloaded = served.adapters, served.unloaded
 
 
 class Fleet:
@@ -256,7 +257,9 @@ class Fleet:
         """Return the reason why the router accepts no requests, as one word. None: it accepts requests."""
         if self.dispatch.is_draining:
             return "draining"
-        return None if any(state.accepts_requests for state in self.dispatch.endpoints) else "no_endpoint"
+        if self.dispatch.hosts_models or any(state.accepts_requests for state in self.dispatch.endpoints):
+            return None
+        return "no_endpoint"
 
     def described(self) -> list[dict[str, object]]:
         """Return the state of every endpoint as JSON values, for operators."""
@@ -340,6 +343,24 @@ class Fleet:
         digests = {member.adapters[model] for member in self._members.values() if model in member.adapters}
         return bool(digests), digests.pop() if len(digests) == 1 else None
 
+    def endpoint_with(self, model: str) -> EndpointId | None:
+        """Find an endpoint that has loaded a model, if other endpoints would have to load it first.
+
+        Args:
+            model: Model name that endpoints use.
+
+        Returns:
+            The endpoint with the fewest requests. None if all endpoints have loaded the model, or none has.
+        """
+        if not any(model in member.unloaded for member in self._members.values()):
+            return None
+        states = [
+            state
+            for state in self.dispatch.endpoints
+            if state.accepts_requests and model in state.models and model not in self._members[state.id].unloaded
+        ]
+        return min(states, key=lambda state: state.in_flight).id if states else None
+
     def model_at(self, id: EndpointId, model: str) -> str:
         """Return an endpoint's own name for a model.
 
@@ -390,7 +411,7 @@ class Fleet:
             except EndpointLost:
                 pass
         if served is not None and self._members.get(id) is member:
-            member.note_adapters(served.adapters)
+            member.note_models(served)
             self.dispatch.set_models(id, served.names)
 
     # --- private methods ---
@@ -469,7 +490,7 @@ class Fleet:
                     on_role=note_role,
                     peers=self._peers,
                     on_vllm=note_vllm,
-                    on_adapters=member.note_adapters,
+                    on_models=member.note_models,
                     name_there=lambda model: (member.spec.models or {}).get(model, model),
                 )
 

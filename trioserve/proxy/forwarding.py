@@ -296,7 +296,7 @@ def _routed(context: RouterContext, asked: AskedRequest, stream: Stream) -> Rout
         prompt_tokens=prompt_tokens + body.known_token_count,
         session=headers.get(rules.session_header) or body.prompt_cache_key,
         pinned=pinned,
-        preferred=context.preferred,
+        preferred=context.preferred or context.services.fleet.endpoint_with(model),
         prefix=prefix_of(content, model, body.cache_salt) if context.services.fleet.dispatch.wants_prefix else (),
         queue_deadline=asked.clock.first()[1],
         can_be_disaggregated=(
