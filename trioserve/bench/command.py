@@ -24,6 +24,7 @@ from trioserve.bench.server_settings import (
     RouterBenchSettings,
     StartupSettings,
     SurviveSettings,
+    SwitchSettings,
 )
 from trioserve.bench.settings import (
     SUITE_ROWS,
@@ -246,6 +247,8 @@ _FLAGS = {
     "connections": Flag("--connections", "HTTP/2 connections that share the requests", _INTEGER),
     "schemas": Flag("--schemas", "file or folder of JSON schemas, one request each", {"metavar": "PATH"}, unset="rows"),
     "rows": Flag("--rows", "names of rows, separated by commas", {"type": _names, "metavar": "NAMES"}, unset="all"),
+    "clients": Flag("--clients", "clients in all", _INTEGER),
+    "turn_seconds": Flag("--turn", "seconds of a turn", {"type": float, "metavar": "S"}),
     "rounds": Flag("--rounds", "number of measurements", _INTEGER),
     "request_share": Flag(
         "--request-share",
@@ -438,6 +441,22 @@ MEASUREMENTS = (
         meanings={
             "rounds": "number of starts of each version",
             "timeout_seconds": "seconds after which a start has failed",
+        },
+    ),
+    Measurement(
+        name="switches",
+        meaning="start a server with two models and memory for one: seconds of a switch, lost requests, memory left",
+        settings=SwitchSettings,
+        module="trioserve.bench.switches",
+        meanings={
+            "model": "model that both names have",
+            "rounds": "number of rounds; each loads both models once",
+            "clients": "clients of the storm, of which half leave at a random time",
+            "rate_per_second": "clients of the storm that start per second",
+            "output_tokens": "tokens of a response of the storm",
+            "turn_seconds": "--model-turn of the server",
+            "seed": "seed of the storm",
+            "timeout_seconds": "seconds after which the start of the server has failed",
         },
     ),
 )

@@ -22,6 +22,7 @@ __all__ = [
     "RouterBenchSettings",
     "StartupSettings",
     "SurviveSettings",
+    "SwitchSettings",
 ]
 
 
@@ -60,6 +61,43 @@ class StartupSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise StartupError(f"--checkout {folder} has no trioserve in it: name a checkout of the project")
         if self.cold_path is not None and not pathlib.Path(self.cold_path).exists():
             raise StartupError(f"--cold {self.cold_path} does not exist: name the folder or file of a model")
+        check_writable(self.json_path)
+
+
+class SwitchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the measurement of models on demand. Raises StartupError if a value is out of range.
+
+    Attributes:
+        model: model that both names have.
+        rounds: number of rounds. Each loads both models once.
+        clients: clients of the storm. Half of them leave at a random time.
+        rate_per_second: clients of the storm that start per second.
+        output_tokens: tokens of a response of the storm.
+        turn_seconds: the server's --model-turn.
+        server_flags: further flags of `serve`.
+        seed: seed of the storm.
+        timeout_seconds: seconds after which the start of the server has failed.
+        json_path: file for the JSON report. "-": standard output.
+    """
+
+    model: str = "smollm2"
+    rounds: int = 5
+    clients: int = 100
+    rate_per_second: float = 2.0
+    output_tokens: int = 16
+    turn_seconds: float = 1.0
+    server_flags: tuple[str, ...] = ()
+    seed: int = 0
+    timeout_seconds: float = 120.0
+    json_path: str | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("--rounds", self.rounds, 1, 1000)
+        check_integer("--clients", self.clients, 0, 100_000)
+        check_number("--rate", self.rate_per_second, 0.01, 10_000.0)
+        check_integer("--output-tokens", self.output_tokens, 1, 4096)
+        check_number("--turn", self.turn_seconds, 0.0, 3600.0)
+        check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
         check_writable(self.json_path)
 
 
