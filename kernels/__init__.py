@@ -106,6 +106,7 @@ class Kernels(Protocol):
         score_cap: float | None = None,
         sinks: Tensor | None = None,
         latent_dim: int | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor: ...
 
     def attention_prompt(
@@ -116,6 +117,7 @@ class Kernels(Protocol):
         score_cap: float | None = None,
         sinks: Tensor | None = None,
         latent_dim: int | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor: ...
 
     def paged_latents_(
@@ -144,6 +146,7 @@ class Kernels(Protocol):
         work: DecodeWork,
         score_cap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> None: ...
 
     def paged_chunks_(
@@ -158,6 +161,7 @@ class Kernels(Protocol):
         window: int | None,
         score_cap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> None: ...
 
     def choose_tokens(

@@ -458,6 +458,7 @@ def paged_attention_decode(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of one query per sequence over the sequence's pages: softmax(q k / sqrt(D) + mask) v.
 
@@ -471,6 +472,8 @@ def paged_attention_decode(
         score_cap: with the cap c, scores become c * tanh(q k / sqrt(D) / c). None: there is no cap.
         sinks: float32 [H], an additional score of each head, whose value vector is 0. None: no additional score.
         latent_dim: size of a value, for pages of latents. None for other pages.
+        slopes: float32 [H]. A head's slope times the distance to a token is subtracted from the score (ALiBi, arXiv
+            2108.12409). None: scores do not depend on distances.
 
     Returns:
         [n, H * D].
@@ -483,8 +486,8 @@ def paged_attention_decode(
     found = taken(pages, block_table.view(-1), queries.dtype)
     context = found.view(count, width * page_tokens, parts, kv_heads, head_dim)
     keys, values = _keys_values(context.permute(2, 0, 3, 1, 4), latent_dim)
-    by_row = None if sinks is None else sinks.view(kv_heads, -1, 1)
-    return _attention(grouped, keys, values, mask, score_cap, by_row).reshape(count, -1)
+    by_row, by_slope = (None if each is None else each.view(kv_heads, -1, 1) for each in (sinks, slopes))
+    return _attention(grouped, keys, values, mask, score_cap, by_row, by_slope).reshape(count, -1)
 
 
 def _keys_values(context: Tensor, latent_dim: int | None) -> tuple[Tensor, Tensor]:
@@ -502,6 +505,7 @@ def attention_prompt(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of consecutive tokens of one prompt, over keys and values up to the last of these tokens.
 
@@ -513,6 +517,7 @@ def attention_prompt(
         score_cap: see `paged_attention_decode`.
         sinks: see `paged_attention_decode`.
         latent_dim: see `paged_attention_decode`.
+        slopes: see `paged_attention_decode`.
 
     Returns:
         [n, H * D].
@@ -522,8 +527,8 @@ def attention_prompt(
     # Key/value heads are the batch dimension. Their group is a dimension with stride 0, so they are not copied.
     repeated = keys_values.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, grouped.shape[1], -1, -1)
     keys, values = _keys_values(repeated, latent_dim)
-    by_row = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
-    attended = _attention(grouped, keys, values, mask, score_cap, by_row)
+    by_row, by_slope = (None if each is None else each.view(kv_heads, -1, 1, 1) for each in (sinks, slopes))
+    attended = _attention(grouped, keys, values, mask, score_cap, by_row, by_slope)
     return attended.permute(2, 0, 1, 3).reshape(queries.shape[0], -1)
 
 
@@ -534,6 +539,7 @@ def _attention(
     mask: Tensor | None,
     score_cap: float | None,
     sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """Compute attention of prepared tensors.
 
@@ -544,12 +550,16 @@ def _attention(
         mask: added to the scores. None is a causal mask.
         score_cap: see `paged_attention_decode`.
         sinks: shape of the scores, with a last dimension of 1.
+        slopes: shape of `sinks`.
     """
-    if score_cap is None and sinks is None:
+    if score_cap is None and sinks is None and slopes is None:
         return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
     scores = (queries.float() @ keys.float().transpose(-1, -2)).mul_(1.0 / math.sqrt(queries.shape[-1]))
     if score_cap is not None:
         scores = scores.mul_(1.0 / score_cap).tanh_().mul_(score_cap)
+    if slopes is not None:
+        # Distances to the last token differ from distances to a row's token by a number that the softmax removes.
+        scores.add_(slopes * torch.arange(1 - scores.shape[-1], 1, device=scores.device))
     if mask is None:
         count, context = scores.shape[-2:]
         mask = prompt_mask(context - count, count, context, None, scores.dtype, scores.device)
@@ -571,6 +581,7 @@ def paged_decode_(
     work: DecodeWork,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Compute attention of one query per sequence over the sequence's pages.
 
@@ -589,9 +600,12 @@ def paged_decode_(
         work: buffers for partial results. This implementation does not use them.
         score_cap: see `paged_attention_decode`.
         sinks: see `paged_attention_decode`.
+        slopes: see `paged_attention_decode`.
     """
     starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
-    _attend_one_by_one(attended, queries, pages, block_tables, contexts, starts, window, score_cap, sinks)
+    _attend_one_by_one(
+        attended, queries, pages, block_tables, contexts, starts, window, score_cap, sinks, slopes=slopes
+    )
 
 
 def paged_chunks_(
@@ -605,6 +619,7 @@ def paged_chunks_(
     window: int | None,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Compute attention of chunks of consecutive tokens over their pages.
 
@@ -624,8 +639,11 @@ def paged_chunks_(
         window: number of tokens that a row attends to, or None for all tokens.
         score_cap: see `paged_attention_decode`.
         sinks: see `paged_attention_decode`.
+        slopes: see `paged_attention_decode`.
     """
-    _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, window, score_cap, sinks)
+    _attend_one_by_one(
+        attended, queries, pages, block_tables, contexts, row_starts, window, score_cap, sinks, slopes=slopes
+    )
 
 
 def paged_latents_(
@@ -671,6 +689,7 @@ def _attend_one_by_one(
     score_cap: float | None,
     sinks: Tensor | None,
     latent_dim: int | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     page_tokens = pages.shape[1]
     starts = row_starts.tolist()
@@ -684,7 +703,7 @@ def _attend_one_by_one(
         blocks = table[first_page : -(-context // page_tokens)].to(torch.int64)
         seen = gather_context(pages, blocks, queries.dtype)[: context - before]
         mask = prompt_mask(offset - before, end - start, context - before, window, queries.dtype, queries.device)
-        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap, sinks, latent_dim)
+        attended[start:end] = attention_prompt(queries[start:end], seen, mask, score_cap, sinks, latent_dim, slopes)
 
 
 def choose_tokens(

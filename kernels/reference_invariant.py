@@ -208,12 +208,23 @@ def paged_decode_(
     work: DecodeWork,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     for row, context in enumerate(contexts.tolist()):
         attended[row] = 0
         if context:
             rows = slice(row, row + 1)
-            _attend_(attended[rows], queries[rows], pages, block_tables[row], context, window, score_cap, sinks)
+            _attend_(
+                attended[rows],
+                queries[rows],
+                pages,
+                block_tables[row],
+                context,
+                window,
+                score_cap,
+                sinks,
+                slopes=slopes,
+            )
 
 
 def paged_chunks_(
@@ -227,10 +238,13 @@ def paged_chunks_(
     window: int | None,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     starts = row_starts.tolist()
     for table, context, start, end in zip(block_tables, contexts.tolist(), starts, starts[1:], strict=False):
-        _attend_(attended[start:end], queries[start:end], pages, table, context, window, score_cap, sinks)
+        _attend_(
+            attended[start:end], queries[start:end], pages, table, context, window, score_cap, sinks, slopes=slopes
+        )
 
 
 def paged_latents_(
@@ -260,6 +274,7 @@ def _attend_(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Compute attention of the last len(queries) tokens of one context, and write `attended`. See reference.py for
     the arguments.
@@ -290,6 +305,9 @@ def _attend_(
             tile = torch.bmm(shared, keys[number].transpose(1, 2)).mul_(1.0 / math.sqrt(head_dim))
             if score_cap is not None:
                 tile = _in_flat_pieces(torch.tanh, tile.mul_(1.0 / score_cap)).mul_(score_cap)
+            if slopes is not None:
+                distances = (place[None, :] - positions[:, None])[None, :, None]
+                tile.view(kv_heads, ROW_TILE, group, -1).add_(slopes.view(kv_heads, 1, group, 1) * distances)
             tile.view(kv_heads, ROW_TILE, group, -1).masked_fill_(hidden[None, :, None], float("-inf"))
             scores.append(tile)
         # A maximum is exact in any order, so the tiles' maxima need no fixed order.

@@ -19,6 +19,7 @@ from trioserve_kernels.kv_format import is_coded
 
 __all__ = [
     "attend_tile",
+    "begin_slopes",
     "begin_softmax",
     "kv_bytes",
     "pipeline_stages",
@@ -80,6 +81,23 @@ def begin_softmax(sinks, head, is_there, ROWS: tl.constexpr, HAS_SINKS: tl.const
 
 
 @triton.jit
+def begin_slopes(slopes, head, is_there, ROWS: tl.constexpr, HAS_SLOPES: tl.constexpr):
+    """Return the slope of each row's head in units of log 2, float32 [ROWS].
+
+    Args:
+        slopes: float32, the slope of each head. Not read if HAS_SLOPES is False.
+        head: int [ROWS], the head of each row.
+        is_there: bool [ROWS], True for rows with a head.
+        ROWS: number of rows.
+        HAS_SLOPES: True if heads have slopes.
+    """
+    slope = tl.zeros([ROWS], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head, mask=is_there, other=0.0) * 1.4426950408889634
+    return slope
+
+
+@triton.jit
 def _loaded(pointer, in_context, in_head, IS_WHOLE: tl.constexpr, IS_PADDED: tl.constexpr):
     """Load numbers of a tile. Numbers outside of the context or of the head are 0.
 
@@ -135,11 +153,14 @@ def attend_tile(
     kv_head,
     score_scale,
     score_cap,
+    slope,
+    query_position,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     IS_CAPPED: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
@@ -159,11 +180,14 @@ def attend_tile(
         kv_head: index of the key/value head.
         score_scale: see `score_numbers`.
         score_cap: see `score_numbers`.
+        slope: float32 [M], slope of each row's head, see `begin_slopes`. Not read if HAS_SLOPES is False.
+        query_position: int [M] or [1], position of each row's token.
         KV_HEADS: number of key/value heads.
         HEAD_DIM: numbers per head.
         PAGE_TOKENS: tokens per page.
         DIM_BLOCK: HEAD_DIM rounded up to a power of 2.
         IS_CAPPED: True to limit scores with score_cap.
+        HAS_SLOPES: True to add slopes times distances to the scores.
         KV_FORMAT: format of the pages, see `kv_bytes`.
         IS_WHOLE: True if every row attends to every token of the tile. Then the two masks are not used.
 
@@ -189,6 +213,8 @@ def attend_tile(
     if IS_CAPPED:
         scores = tl.where(scores > 126.0, 126.0, scores)  # keeps NaN
         scores = score_cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
+    if HAS_SLOPES:
+        scores += slope[:, None] * (position[None, :] - query_position[:, None]).to(tl.float32)
     if not IS_WHOLE:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(maximum, tl.max(scores, 1))

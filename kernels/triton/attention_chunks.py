@@ -15,6 +15,7 @@ from trioserve_kernels.kv_format import head_dim_of
 from trioserve_kernels.paged import chunk_tile_tokens
 from trioserve_kernels.triton.attention import (
     attend_tile,
+    begin_slopes,
     begin_softmax,
     kv_bytes,
     pipeline_stages,
@@ -40,6 +41,7 @@ def chunks_kernel(
     row_starts,
     tiles,
     sinks,
+    slopes,
     window,
     score_scale,
     score_cap,
@@ -58,6 +60,7 @@ def chunks_kernel(
     TOKEN_BLOCK: tl.constexpr,
     IS_CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     SKIPS_MASKS: tl.constexpr,
 ):
@@ -85,6 +88,7 @@ def chunks_kernel(
     first = tl.maximum(chunk_start + tile_first - window + 1, 0)
     end = chunk_start + tile_end
     maximum, total = begin_softmax(sinks, kv_head * GROUP + member % GROUP, computed, ROW_BLOCK, HAS_SINKS)
+    slope = begin_slopes(slopes, kv_head * GROUP + member % GROUP, computed, ROW_BLOCK, HAS_SLOPES)
     result = tl.zeros([ROW_BLOCK, DIM_BLOCK], tl.float32)
     begin = first // TOKEN_BLOCK * TOKEN_BLOCK
     # Every row attends to every token from whole_begin to whole_end - 1. Tiles in between need no masks. The result of
@@ -112,11 +116,14 @@ def chunks_kernel(
             kv_head,
             score_scale,
             score_cap,
+            slope,
+            query_position,
             KV_HEADS,
             HEAD_DIM,
             PAGE_TOKENS,
             DIM_BLOCK,
             IS_CAPPED,
+            HAS_SLOPES,
             KV_FORMAT,
             False,
         )
@@ -137,11 +144,14 @@ def chunks_kernel(
                 kv_head,
                 score_scale,
                 score_cap,
+                slope,
+                query_position,
                 KV_HEADS,
                 HEAD_DIM,
                 PAGE_TOKENS,
                 DIM_BLOCK,
                 IS_CAPPED,
+                HAS_SLOPES,
                 KV_FORMAT,
                 True,
             )
@@ -161,6 +171,7 @@ def paged_chunks_(
     window: int | None,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     *,
     skips_masks: bool = True,
 ) -> None:
@@ -196,6 +207,7 @@ def paged_chunks_(
         row_starts,
         tiles,
         queries if sinks is None else sinks,
+        queries if slopes is None else slopes,
         NO_WINDOW if window is None else window,
         *score_numbers(head_dim, score_cap),
         attended.stride(0),
@@ -213,6 +225,7 @@ def paged_chunks_(
         TOKEN_BLOCK=token_count,
         IS_CAPPED=score_cap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_SLOPES=slopes is not None,
         KV_FORMAT=kv_format,
         SKIPS_MASKS=skips_masks,
         num_warps=num_warps,

@@ -21,6 +21,7 @@ from trioserve_kernels.kv_format import head_dim_of
 from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, decode_program_count
 from trioserve_kernels.triton.attention import (
     attend_tile,
+    begin_slopes,
     begin_softmax,
     kv_bytes,
     pipeline_stages,
@@ -100,6 +101,7 @@ def decode_kernel(
     scales,
     arrivals,
     sinks,
+    slopes,
     window,
     score_scale,
     score_cap,
@@ -119,6 +121,7 @@ def decode_kernel(
     TOKEN_BLOCK: tl.constexpr,
     IS_CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     KV_FORMAT: tl.constexpr,
 ):
     # Program (row, key/value head, n) computes part n of the row and every following part at a distance of the number
@@ -140,6 +143,8 @@ def decode_kernel(
     inside = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     place = head[:, None] * HEAD_DIM + dim[None, :]
     query = tl.load(queries + row * query_stride + place, mask=inside, other=0.0)
+    slope = begin_slopes(slopes, head, member < GROUP, GROUP_BLOCK, HAS_SLOPES)
+    query_position = context - 1 + tl.zeros([GROUP_BLOCK], tl.int32)
     for part in range(tl.program_id(2), parts, tl.num_programs(2)):
         begin = (first // part_tokens + part) * part_tokens
         end = tl.minimum(begin + part_tokens, context)
@@ -166,11 +171,14 @@ def decode_kernel(
                 kv_head,
                 score_scale,
                 score_cap,
+                slope,
+                query_position,
                 KV_HEADS,
                 HEAD_DIM,
                 PAGE_TOKENS,
                 DIM_BLOCK,
                 IS_CAPPED,
+                HAS_SLOPES,
                 KV_FORMAT,
                 False,
             )
@@ -215,6 +223,7 @@ def paged_decode_(
     work: DecodeWork,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     count = queries.shape[0]
     _, page_tokens, _, kv_heads, _ = pages.shape
@@ -237,6 +246,7 @@ def paged_decode_(
         work.scales,
         work.arrivals,
         queries if sinks is None else sinks,
+        queries if slopes is None else slopes,
         NO_WINDOW if window is None else window,
         *score_numbers(head_dim, score_cap),
         attended.stride(0),
@@ -255,6 +265,7 @@ def paged_decode_(
         TOKEN_BLOCK=token_block(dim_block, 4 if kv_format else queries.dtype.itemsize),
         IS_CAPPED=score_cap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_SLOPES=slopes is not None,
         KV_FORMAT=kv_format,
         num_warps=4,
         num_stages=pipeline_stages(pages.device),

@@ -97,13 +97,14 @@ def paged_decode_(
     work: DecodeWork,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     # Each row is a chunk of one token. `parts` and `work` are not used.
     count = queries.shape[0]
     row_starts = torch.arange(count + 1, dtype=torch.int32, device=queries.device)
     # Each int64 is viewed as two int32: the number of a chunk, and 0, because its only tile begins at its first row.
     tiles = torch.arange(count, dtype=torch.int64, device=queries.device).view(torch.int32).view(count, 2)
-    paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window, score_cap, sinks)
+    paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window, score_cap, sinks, slopes)
 
 
 def paged_chunks_(
@@ -117,6 +118,7 @@ def paged_chunks_(
     window: int | None,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     _paged_chunks_(
         attended,
@@ -129,5 +131,6 @@ def paged_chunks_(
         window,
         score_cap,
         sinks,
+        slopes,
         skips_masks=False,
     )

@@ -120,6 +120,24 @@ def test_clamped_activation_equals_its_formula() -> None:
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
 
 
+def test_slopes_times_distances_are_subtracted_from_scores() -> None:
+    pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
+    context = pages.flatten(0, 1)
+    queries = values(len(context), HEADS * HEAD_DIM, seed=1)
+    slopes = 0.5 ** torch.arange(1, HEADS + 1, dtype=torch.float32)
+    seen = context.repeat_interleave(HEADS // KV_HEADS, 2).double()
+    scores = torch.einsum("hd,thd->ht", queries[-1].view(HEADS, HEAD_DIM).double(), seen[:, 0]) / math.sqrt(HEAD_DIM)
+    distances = len(context) - 1 - torch.arange(len(context))
+    weights = (scores - slopes[:, None] * distances).softmax(-1)
+    wanted = torch.einsum("ht,thd->hd", weights, seen[:, 1]).flatten()
+    got = reference.attention_prompt(queries, context, None, slopes=slopes)
+    check_close(got[-1], wanted, torch.float32)
+    last = torch.full((1,), len(context))
+    mask = reference.decode_mask(torch.zeros(1, dtype=torch.int64), last, len(context), torch.float32)
+    decoded = reference.paged_attention_decode(queries[-1:], pages, torch.arange(3)[None], mask, slopes=slopes)
+    check_close(decoded[0], wanted, torch.float32)
+
+
 @pytest.mark.parametrize("sink", (-1e4, 0.0, 3.0, 1e4))
 @pytest.mark.parametrize("score_cap", (None, 2.0))
 def test_sink_changes_attention_of_prompts_and_decodes_as_an_extra_score(sink: float, score_cap: float | None) -> None:

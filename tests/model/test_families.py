@@ -25,6 +25,7 @@ from trioserve.model.layer_config import (
     LayerConfig,
     MlpConfig,
     SelectiveScanConfig,
+    alibi_slopes,
 )
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
@@ -33,6 +34,7 @@ from trioserve.model.native_model import why_not_native
 from trioserve.model.rotary import rotary_frequencies
 
 GGUF_KINDS = (
+    "bloom",
     "gpt2",
     "gpt-bigcode",
     "gpt-neox",
@@ -199,6 +201,12 @@ def test_gguf_file_of_falcon_mamba_is_read_as_a_mamba_with_norms(
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_slopes_of_heads_follow_a_geometric_sequence() -> None:
+    assert alibi_slopes(4, bias_max=4.0) == (0.5, 0.25, 0.125, 0.0625)
+    assert alibi_slopes(8) == tuple(2.0**-power for power in range(1, 9))
+    assert alibi_slopes(6, scale=2.0) == tuple(2 * 2.0**-power for power in (2, 4, 6, 8, 1, 3))
 
 
 def test_every_model_family_has_one_name() -> None:

@@ -381,7 +381,7 @@ def rewrite(source: Path, target: Path, changes: dict[str, Any], *, without: tup
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"general.architecture": "mamba"}, "architecture is mamba; supported are llama, mistral3, qwen2"),
+        ({"general.architecture": "rwkv6"}, "architecture is rwkv6; supported are llama, mistral3, qwen2"),
         ({"llama.expert_count": 8}, "lacks llama.expert_used_count"),
         ({"llama.embedding_length": None}, "lacks llama.embedding_length"),
         ({"llama.embedding_length": "64"}, "must be a whole number"),

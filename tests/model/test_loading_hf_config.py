@@ -153,10 +153,10 @@ def test_end_tokens_in_both_config_files_count_once() -> None:
     "changes, said",
     [
         (
-            {"architectures": ["MambaForCausalLM"]},
-            "architecture is MambaForCausalLM; supported are LlamaForCausalLM, ",
+            {"architectures": ["RwkvForCausalLM"]},
+            "architecture is RwkvForCausalLM; supported are LlamaForCausalLM, ",
         ),
-        ({"architectures": None, "model_type": "gpt2"}, "architecture is gpt2; supported are"),
+        ({"architectures": None, "model_type": "xlnet"}, "architecture is xlnet; supported are"),
         ({"architectures": None, "model_type": None}, "not named in config.json"),
         ({"architectures": "LlamaForCausalLM"}, "must be a list of strings"),
         ({"hidden_size": "absent"}, "config.json lacks hidden_size"),

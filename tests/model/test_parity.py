@@ -86,6 +86,10 @@ KINDS = (
     "codegen",
     "falcon",
     "falcon-serial",
+    "falcon-alibi",
+    "bloom",
+    "bloom-odd",
+    "mpt",
     "falcon-grouped",
     "falcon-grouped-one-norm",
     "gemma3-images",
@@ -159,7 +163,9 @@ class Expected:
         config = json.loads((path / "config.json").read_text())
         sees_images = "text_config" in config
         auto: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
-        self._model: Any = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        # In transformers 5.24, the eager attention of Falcon adds ALiBi twice.
+        implementation = "sdpa" if config.get("alibi") else "eager"
+        self._model: Any = auto.from_pretrained(path, dtype=torch.float32, attn_implementation=implementation)
         if config["model_type"] == "llama4":  # The complete Llama 4 of transformers fails for texts without images.
             self._model = self._model.language_model
 

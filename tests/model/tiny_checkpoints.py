@@ -362,6 +362,18 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "bias": True, "parallel_attn": False}),
+    "bloom": ("bloom", {"layer_norm_epsilon": 1e-3}),
+    "bloom-odd": ("bloom", {"num_attention_heads": 6, "hidden_size": 96, "tie_word_embeddings": False}),
+    "mpt": (
+        "mpt",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "layer_norm_epsilon": 1e-3,
+            "attn_config": {"softmax_scale": 0.3},
+        },
+    ),
     "falcon-grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon-grouped-one-norm": (
         "falcon",
@@ -1240,8 +1252,9 @@ def write_family_gguf(
         else:
             config = {field: value for field, value in config.items() if "expert" not in field and "moe" not in field}
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    if model_type in ("gpt2", "gpt_bigcode"):
-        config |= {usual: config[field] for field, usual in _GPT2_FIELDS.items()}
+    if model_type in ("bloom", "gpt2", "gpt_bigcode"):
+        config |= {usual: config[field] for field, usual in _GPT2_FIELDS.items() if field in config}
+        config["intermediate_size"] = config.get("n_inner") or 4 * config["hidden_size"]
     further = config.get("num_nextn_predict_layers", 0)
     config["num_hidden_layers"] += further
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
@@ -1328,12 +1341,14 @@ def write_family_gguf(
             values = values + 1.0
         if model_type == "gpt2" and ".c_" in name and values.ndim == 2:
             values = np.ascontiguousarray(values.T)
-        if model_type == "gpt_neox" and "query_key_value" in name:
+        if model_type in ("bloom", "gpt_neox") and "query_key_value" in name:
             by_head = values.reshape(config["num_attention_heads"], 3, head_dim, *values.shape[1:])
             values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if model_type in _PERMUTED_BY_THE_CONVERTER and heads is not None:
             values = _permute_for_adjacent_pairs(values, config[heads])
+        if model_type == "bloom":
+            name = name.removeprefix("transformer.")
         parts = {name.replace("e_score_correction_bias", "e_score_correction.bias"): values}
         if "moe_statics" in name:
             parts = {part: bias.squeeze(0) for part, bias in parts.items()}

@@ -35,6 +35,7 @@ def attend(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Compute attention: each row attends to the tokens of its sequence up to and including its own token.
 
@@ -52,6 +53,7 @@ def attend(
         score_cap: bound of the attention scores, see AttentionConfig.
         sinks: float32 [H], or None.
         latent_dim: size of latents. None: pages hold keys and values.
+        slopes: float32 [H], see AttentionConfig, or None.
 
     Returns:
         [T, H * D], or with latents [T, H * latent_dim]. The caller may overwrite it.
@@ -59,16 +61,16 @@ def attend(
     if tensors.walk is not None:
         if latent_dim is not None:
             return _walk_latents(kernels, queries, pages, tensors.walk, latent_dim)
-        return _walk(kernels, queries, keys_values, pages, tensors.walk, score_cap, sinks)
+        return _walk(kernels, queries, keys_values, pages, tensors.walk, score_cap, sinks, slopes)
     groups, parts = tensors.decode_groups, tensors.prompt_parts
     if len(groups) == 1 and not parts:
         return kernels.paged_attention_decode(
-            queries, pages, groups[0].block_table, groups[0].mask, score_cap, sinks, latent_dim
+            queries, pages, groups[0].block_table, groups[0].mask, score_cap, sinks, latent_dim, slopes
         )
     attended = _attended(queries, pages, latent_dim)
     for group in groups:
         attended[group.first : group.end] = kernels.paged_attention_decode(
-            queries[group.first : group.end], pages, group.block_table, group.mask, score_cap, sinks, latent_dim
+            queries[group.first : group.end], pages, group.block_table, group.mask, score_cap, sinks, latent_dim, slopes
         )
     for part in parts:
         if part.block_table is None:
@@ -79,7 +81,7 @@ def attend(
         else:
             context = kernels.gather_context(pages, part.block_table, queries.dtype)[: part.context]
         attended[part.first : part.end] = kernels.attention_prompt(
-            queries[part.first : part.end], context, part.mask, score_cap, sinks, latent_dim
+            queries[part.first : part.end], context, part.mask, score_cap, sinks, latent_dim, slopes
         )
     return attended
 
@@ -132,6 +134,7 @@ def _walk(
     walk: TableWalk,
     score_cap: float | None,
     sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     attended = queries.new_empty(queries.shape)
     decodes, chunks = walk.decodes, walk.chunks
@@ -151,12 +154,14 @@ def _walk(
             decodes.work,
             score_cap,
             sinks,
+            slopes,
         )
     if chunks is not None:
         first = 0 if walk.is_padded else count  # Chunks overwrite the zeros of decode rows without a context.
         if (
             score_cap is None
             and sinks is None
+            and slopes is None
             and _use_flash(attended[first:], queries[first:], keys_values[first:], pages, chunks, walk.window)
         ):
             return attended
@@ -171,6 +176,7 @@ def _walk(
             walk.window,
             score_cap,
             sinks,
+            slopes,
         )
     return attended
 

@@ -93,6 +93,9 @@ class _Attention:
         if attention.qk_norm != "none":
             self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
         self._sinks = Sinks(name, attention, device=device) if attention.has_sinks else None
+        self._slopes: Tensor | None = None
+        if attention.slopes is not None:
+            self._slopes = torch.tensor(attention.slopes, dtype=torch.float32, device=device)
         self._output = linear(queries, attention.has_output_bias, o_proj=hidden)
         self.adapted = (self._qkv, self._output)
         gates = () if self._gate is None else (self._gate,)
@@ -149,7 +152,7 @@ class _Attention:
             kernels.clear_slots_(slots_of_layer, step.cleared_slots)
         tensors = step.sections[attention.section] if attention.section else step.attention[attention.window]
         sinks = None if self._sinks is None else self._sinks.values
-        rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
+        rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks, slopes=self._slopes)
         if self._gate is not None:
             # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
             # removes this difference, so the result of a row does not depend on the batch.

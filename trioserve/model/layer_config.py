@@ -10,6 +10,7 @@ import msgspec
 from trioserve.contracts.errors import ModelLoadError
 
 __all__ = [
+    "alibi_slopes",
     "Activation",
     "AttentionConfig",
     "DeltaNetConfig",
@@ -161,6 +162,23 @@ class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+def alibi_slopes(head_count: int, bias_max: float = 8.0, scale: float = 1.0) -> tuple[float, ...]:
+    """Return the slope of each head (ALiBi, arXiv 2108.12409): a geometric sequence for a power of 2.
+
+    Otherwise, the first heads have the slopes of the next lower power of 2. The other heads have every second slope of
+    the next higher power of 2.
+
+    Args:
+        head_count: number of heads of the whole model.
+        bias_max: negative binary logarithm of the smallest slope.
+        scale: factor of all slopes.
+    """
+    lower = 1 << (head_count.bit_length() - 1)
+    powers = [bias_max * (head + 1) / lower for head in range(lower)]
+    powers += [bias_max * (2 * head + 1) / (2 * lower) for head in range(head_count - lower)]
+    return tuple(scale * 2.0**-power for power in powers)
+
+
 class KVEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of one token's entry in the KV cache of one layer: [part_count, head_count, head_dim].
 
@@ -219,6 +237,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
         kv_from: index of an earlier layer whose keys and values this layer attends to. The layer then has only queries.
             None: the layer has its own keys and values.
         has_gate: the output of the heads is multiplied by the sigmoid of a projection of the same size.
+        slopes: number of each head. Times the distance to a token, it is subtracted from the scaled score (ALiBi, arXiv
+            2108.12409). None: scores do not depend on distances.
     """
 
     head_count: int
@@ -237,9 +257,11 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     has_value_norm: bool = False
     kv_from: int | None = None
     has_gate: bool = False
+    slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_count("head_count", self.head_count, HEADS_MAX)
+        assert self.slopes is None or len(self.slopes) == self.head_count, "each head has a slope"
         check_count("kv_head_count", self.kv_head_count, HEADS_MAX)
         check_count("head_dim", self.head_dim, DIMENSION_MAX)
         if self.head_count % self.kv_head_count:

@@ -98,6 +98,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
         return "the temperature differs from layer to layer"
     sizes = [("hidden_size", config.hidden_size)]
     for layer in config.layers:
+        if isinstance(layer.attention, AttentionConfig) and layer.attention.slopes is not None:
+            return "scores depend on distances (ALiBi)"
         if isinstance(layer.attention, KVAttention):
             sizes.extend(_attention_sizes(layer.attention))
         if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):

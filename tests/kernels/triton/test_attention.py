@@ -65,6 +65,7 @@ def decode(
     parts: int | None = None,
     score_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     attended = torch.full(queries.shape, float("nan"), dtype=queries.dtype, device=queries.device)
     head_dim = head_dim_of(case.pages)
@@ -73,7 +74,7 @@ def decode(
     work.sums.fill_(float("nan"))
     work.scales.fill_(float("nan"))
     triton.paged_decode_(
-        attended, queries, case.pages, case.block_tables, case.contexts, window, parts, work, score_cap, sinks
+        attended, queries, case.pages, case.block_tables, case.contexts, window, parts, work, score_cap, sinks, slopes
     )
     return attended
 
@@ -154,6 +155,30 @@ def test_paged_attention_with_sinks_equals_the_reference(
     tiles = torch.tensor([[chunk, 0] for chunk in range(4)], dtype=torch.int32, device=queries.device)
     got = torch.empty_like(queries)
     triton.paged_chunks_(got, queries, case.pages, tables, case.contexts, starts, tiles, window, None, sinks)
+    check_close(got, wanted)
+
+
+@pytest.mark.parametrize("window", (None, 40))
+def test_paged_attention_with_slopes_equals_the_reference(
+    window: int | None,
+    numbers: Callable[..., Tensor],
+    paged: Callable[..., Paged],
+    check_close: Callable[..., None],
+) -> None:
+    """Compare decodes of one part and of several parts, and the same rows as chunks of one token."""
+    contexts = (17, 3 * SPLIT_TOKENS + 1, SPLIT_TOKENS)
+    case = paged(contexts, 16, 2, 64, torch.float32)
+    queries = numbers(len(contexts), 6 * 64) * 3
+    slopes = 0.5 ** torch.arange(1, 7, dtype=torch.float32, device=queries.device)
+    wanted = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
+    work = DecodeWork.make(0, 0, 0, 0, queries.device)
+    pages, tables = case.pages.double(), case.block_tables
+    reference.paged_decode_(wanted, queries.double(), pages, tables, case.contexts, window, 2, work, slopes=slopes)
+    check_close(decode(queries, case, window, slopes=slopes), wanted)
+    starts = torch.arange(len(contexts) + 1, dtype=torch.int32, device=queries.device)
+    tiles = torch.tensor([[chunk, 0] for chunk in range(3)], dtype=torch.int32, device=queries.device)
+    got = torch.empty_like(queries)
+    triton.paged_chunks_(got, queries, case.pages, tables, case.contexts, starts, tiles, window, slopes=slopes)
     check_close(got, wanted)
 
 

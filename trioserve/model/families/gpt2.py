@@ -11,7 +11,7 @@ from typing import Any
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.layer_config import AttentionConfig, LayerConfig
+from trioserve.model.layer_config import AttentionConfig, LayerConfig, alibi_slopes
 from trioserve.model.model_config import ModelConfig
 
 __all__ = ["CODEGEN", "FALCON", "FALCON_GROUPED", "GPT2", "GPTJ", "GPT_BIGCODE", "OPT"]
@@ -242,7 +242,10 @@ def _describe_falcon(fields: ModelFields) -> ModelConfig:
             raise fields.wrong("parallel_attn", "true with new_decoder_architecture")
         kv_head_count = fields.whole_or("num_kv_heads", head_count)
         has_own_norm = fields.whole_or("num_ln_in_parallel_attn", 2) == 2
-    attention = fields.attention(kv_head_count=kv_head_count, has_bias=has_bias, has_output_bias=has_bias)
+    positions: dict[str, Any] = {}
+    if fields.flag_or("alibi", False):  # Slopes are divided like the products of queries and keys.
+        positions = {"rotary": None, "slopes": alibi_slopes(head_count, scale=fields.head_dim() ** -0.5)}
+    attention = fields.attention(kv_head_count=kv_head_count, has_bias=has_bias, has_output_bias=has_bias, **positions)
     size = fields.whole_or("ffn_hidden_size", 4 * fields.whole("hidden_size"))
     layer = LayerConfig(
         attention=attention,
@@ -267,7 +270,7 @@ FALCON = Family(
     classes=("FalconForCausalLM",),
     model_type="falcon",
     spellings={"hidden_act": "activation", "layer_norm_eps": "layer_norm_epsilon"},
-    notes=("multi_query", "num_kv_heads", "parallel_attn"),
+    notes=("multi_query", "num_kv_heads", "parallel_attn", "rope_parameters"),
     describe=_describe_falcon,
     transformers=Naming(layers="transformer.h", modules=_FALCON_MODULES, grouped=_QKV),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.families.alibi import BLOOM, MPT
 from trioserve.model.families.cohere import COHERE, COHERE2, COHERE2_MOE
 from trioserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3
 from trioserve.model.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
@@ -74,6 +75,8 @@ FAMILIES: tuple[Family, ...] = (
     CODEGEN,
     FALCON,
     FALCON_GROUPED,
+    BLOOM,
+    MPT,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,

@@ -265,6 +265,7 @@ _KEYS = {
     "intermediate_size": "feed_forward_length",
     "n_inner": "feed_forward_length",
     "max_position_embeddings": "context_length",
+    "max_seq_len": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "sliding_window": "attention.sliding_window",

@@ -415,7 +415,8 @@ def _attention(attention: AttentionConfig, place: Place) -> tuple[AttentionConfi
         "k_norm": rows(keys) if has_norms_of_heads else WHOLE,
         "sinks": rows(heads),
     }
-    return replace(attention, head_count=heads[1], kv_head_count=groups[1]), cuts
+    slopes = None if attention.slopes is None else attention.slopes[heads[0] : sum(heads)]
+    return replace(attention, head_count=heads[1], kv_head_count=groups[1], slopes=slopes), cuts
 
 
 def _latent_attention(attention: LatentAttentionConfig, place: Place) -> tuple[LatentAttentionConfig, Cuts]:
