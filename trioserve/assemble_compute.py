@@ -13,7 +13,6 @@ import trio
 from trioserve.assemble_model import LoadProgress, LoadReport, ModelFiles
 from trioserve.connectors.settings import ConnectorSettings
 from trioserve.contracts.adapter import AdapterId
-from trioserve.contracts.errors import StartupError
 from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import BlockCopies, KVPages
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
@@ -320,10 +319,7 @@ def core_settings(
     if draft is None:  # A draft model may attend to more tokens than the sliding window of the model.
         window_tokens = window_tokens_of(checkpoint)
     if options.max_model_len is not None:
-        if options.max_model_len > context_tokens_max:
-            raise StartupError(
-                f"--max-model-len is {options.max_model_len}, but the model supports only {context_tokens_max} tokens"
-            )
+        options.model_settings().check_context(context_tokens_max)
         context_tokens_max = options.max_model_len
     elif isinstance(checkpoint, EncoderDirectory):
         context_tokens_max = checkpoint.config.context_tokens_default

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trioserve import __version__
-from trioserve.commands.option_groups import GROUPS, PLACED_OPTIONS, TERMINAL_OPTIONS
+from trioserve.commands.option_groups import CHECK_OPTIONS, GROUPS, PLACED_OPTIONS, TERMINAL_OPTIONS
 from trioserve.commands.program_end import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -158,9 +158,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         help="say whether a model runs here, by which kernels, in how much memory, and what prevents it, without "
         "loading weights: a path, smollm2, or a name of the hub like org/name (default: list the models)",
     )
-    models.add_argument(
-        "--revision", metavar="NAME", help="for --check: branch, tag or commit at the hub (default: the main branch)"
-    )
+    add_arguments(models, only=CHECK_OPTIONS, groups=GROUPS)
 
     subparsers.add_parser("bench", help="measure a server from outside, or parts of this program from inside")
 
@@ -458,7 +456,8 @@ def _models(arguments: argparse.Namespace) -> int:
     from trioserve.commands.models import run_check, run_models
 
     if arguments.check is not None:
-        return run_check(arguments.check, as_json=arguments.json, revision=arguments.revision)
+        config = config_from(arguments, kind=Config)
+        return run_check(arguments.check, config.model_settings(), as_json=arguments.json, revision=config.revision)
     return run_models(as_json=arguments.json)
 
 

@@ -266,3 +266,19 @@ def test_model_at_the_hub_without_safetensors_does_not_run(tmp_path: Path):
         check = checked_at_hub(url, tmp_path)
     assert not check["runs"]
     assert "pytorch_model.bin" in check["reason"]
+
+
+def test_check_computes_with_the_options_of_the_server(tmp_path: Path, capsys: Any):
+    folder = written(tmp_path / "tiny")
+    capsys.readouterr()
+    flags = ["--quantization", "int8", "--kv-cache-dtype", "int8", "--max-model-len", "64", "--kv-cache-memory", "0.01"]
+    plain, small = (
+        json.loads(capsys.readouterr().out)["estimate"]
+        for options in ([], flags)
+        if cli.main(["models", "--check", str(folder), "--json", *options]) == 0
+    )
+    assert (small["quantization"], small["context_tokens_max"]) == ("int8", 64)
+    assert small["kv_token_bytes"] < plain["kv_token_bytes"]
+    assert small["kv_bytes"] <= 0.01 * 2**30
+    assert cli.main(["models", "--check", str(folder), "--max-model-len", "1000000"]) == 1
+    assert "--max-model-len is 1000000, but the model supports only" in capsys.readouterr().out

@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.estimate import estimate_model
+from trioserve.model.estimate import estimate_checkpoint, estimate_model
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
+from trioserve.model.loading.safetensors import UnfetchedCheckpoint
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve_kernels.native import NoNativeKernels, load_library
@@ -85,3 +86,24 @@ def test_estimate_refuses_settings_that_the_model_cannot_run_with(tiny_checkpoin
         estimate_model(path, ModelSettings(device="cpu", kv_cache_dtype="int8"))
     with pytest.raises(StartupError, match="no weights that can be kept quantized"):
         estimate_model(path, ModelSettings(device="cpu", quantization="file"))
+
+
+@pytest.mark.parametrize(
+    "variant", ["awq-64", "gptq-4", "gptq-4-order", "gptq-8", "packed-4", "int8", "float8-channel", "fp8-block"]
+)
+def test_estimate_from_the_config_alone_equals_that_of_the_whole_checkpoint(
+    variant: str, tiny_checkpoint: Callable[..., Path], tiny_quantized: ModuleType, tmp_path: Path
+) -> None:
+    tiny_quantized.write_quantized(tiny_checkpoint("llama", dtype="bfloat16"), tmp_path, variant)
+    settings = ModelSettings(device="cpu", kv_cache_bytes=2**22)
+    whole, unfetched = open_checkpoint(tmp_path), UnfetchedCheckpoint(tmp_path)
+    assert estimate_checkpoint(unfetched, settings) == estimate_checkpoint(whole, settings)
+
+
+@pytest.mark.parametrize("kind", ["gemma3n", "moonlight", "bamba", "lfm2", "mixtral", "llama4"])
+def test_config_alone_names_the_tensors_of_a_family(kind: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    path = tiny_checkpoint(kind)
+    whole, unfetched = open_checkpoint(path), UnfetchedCheckpoint(path)
+    assert {tensor.name: tensor.shape for tensor in unfetched.tensors()} == {
+        tensor.name: tensor.shape for tensor in whole.tensors()
+    }

@@ -42,6 +42,7 @@ from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["ModelCheck", "ModelHere", "check_model", "models_here", "run_check", "run_models", "run_pull"]
 
+DEFAULT_SETTINGS = ModelSettings()
 STREAM_TOKENS = 2_000  # tokens of the prompt and the response in docs/guides/sizing.md, rounded up
 
 
@@ -168,18 +169,21 @@ class ModelCheck(msgspec.Struct, frozen=True, kw_only=True):
     findings: list[Finding]
 
 
-def run_check(name: str, *, as_json: bool, revision: str | None = None) -> int:
+def run_check(
+    name: str, settings: ModelSettings = DEFAULT_SETTINGS, *, as_json: bool, revision: str | None = None
+) -> int:
     """Print whether a model runs on this machine, and its memory.
 
     Args:
         name: bundled model, directory, .gguf file, or name at the hub.
+        settings: settings of the model. The device is always the CPU.
         as_json: True prints a ModelCheck as JSON instead of a table.
         revision: branch, tag or commit at the hub. None for the main branch.
 
     Returns:
         0 if the model runs, otherwise 1.
     """
-    check = check_model(name, revision=revision)
+    check = check_model(name, settings, revision=revision)
     if as_json:
         print(msgspec.json.encode(check).decode())
     else:
@@ -187,15 +191,16 @@ def run_check(name: str, *, as_json: bool, revision: str | None = None) -> int:
     return 0 if check.runs else 1
 
 
-def check_model(name: str, *, revision: str | None = None) -> ModelCheck:
+def check_model(name: str, settings: ModelSettings = DEFAULT_SETTINGS, *, revision: str | None = None) -> ModelCheck:
     """Check whether a model runs on the CPU of this machine.
 
     Args:
         name: bundled model, directory, .gguf file, or name at the hub. Of a model at the hub, only small files are
             downloaded, and its memory follows from its config.
+        settings: settings of the model. The device is always the CPU.
         revision: branch, tag or commit at the hub. None for the main branch.
     """
-    checking = _Checking(name, revision)
+    checking = _Checking(name, msgspec.structs.replace(settings, device="cpu"), revision)
     # Warnings, such as those of config fields that are not read, are part of the result.
     root, handler = logging.getLogger("trioserve"), _Warnings()
     propagates = root.propagate
@@ -229,9 +234,8 @@ class _Warnings(logging.Handler):
 class _Checking:
     """One run of check_model."""
 
-    def __init__(self, name: str, revision: str | None) -> None:
-        self._name, self._revision = name, revision
-        self._settings = ModelSettings(device="cpu")
+    def __init__(self, name: str, settings: ModelSettings, revision: str | None) -> None:
+        self._name, self._settings, self._revision = name, settings, revision
         self.estimate: ModelEstimate | None = None
 
     def findings(self) -> Iterator[Finding]:
@@ -250,7 +254,7 @@ class _Checking:
             )
             yield from _texts(path, has_chats=False)
         else:
-            yield from self._checkpoint(path, UnfetchedCheckpoint(path))
+            yield from self._checkpoint(path, UnfetchedCheckpoint(path, self._settings.context_tokens_max))
 
     def _path(self) -> tuple[Path, bool]:
         """Return the path of the model, and False if its weights are at the hub."""
@@ -281,21 +285,21 @@ class _Checking:
             yield from _fixed_memory(self.estimate, free_bytes)
             yield from _texts(path, has_chats=False)
             return
-        yield from self._checkpoint(path, open_checkpoint(path))
+        yield from self._checkpoint(path, open_checkpoint(path, context_tokens=settings.context_tokens_max))
 
     def _checkpoint(self, path: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
         settings, free_bytes, name, config = self._settings, free_host_bytes(), self._name, checkpoint.config
         estimate = self.estimate = estimate_checkpoint(checkpoint, settings, with_cache=False)
-        context = f"{config.layer_count} layers, {config.context_tokens_max:,} tokens of context"
+        context = f"{config.layer_count} layers, {estimate.context_tokens_max:,} tokens of context"
         yield Finding("model", "ok", f"{name}: {config.family}, {context}")
         yield _computed_by(estimate, config)
         yield from _fixed_memory(estimate, free_bytes)
         yield from _weights_on_gpu(checkpoint, settings)
-        small = kv_block_bytes(config, 1, estimate.dtype, "int8")
+        plain, small = (kv_block_bytes(config, 1, estimate.dtype, kind) for kind in ("plain", "int8"))
         yield Finding(
             "KV cache",
             "ok",
-            f"{_gib(1000 * estimate.kv_token_bytes)} per 1,000 tokens in {estimate.dtype}, {_gib(1000 * small)} with "
+            f"{_gib(1000 * plain)} per 1,000 tokens in {estimate.dtype}, {_gib(1000 * small)} with "
             "--kv-cache-dtype int8",
         )
         if config.state_bytes:
@@ -376,7 +380,9 @@ def _weights_on_gpu(checkpoint: Checkpoint, settings: ModelSettings) -> Iterator
 def _fixed_memory(estimate: ModelEstimate, free_bytes: int) -> Iterator[Finding]:
     fits = estimate.fixed_bytes < free_bytes
     advice = None if fits else f"{_gib(free_bytes)} are free: use a smaller model, or --quantization int8 or int4"
-    how = f"in {estimate.dtype}" if estimate.quantization == "none" else "quantized as in the file"
+    how = {"none": f"in {estimate.dtype}", "file": "quantized as in the file"}.get(
+        estimate.quantization, f"quantized to {estimate.quantization}"
+    )
     images = f", and {_gib(estimate.vision_bytes)} of the image encoder" if estimate.vision_bytes else ""
     yield Finding("weights", "ok" if fits else "missing", f"{_gib(estimate.weight_bytes)} {how}{images}", advice)
     overhead = _gib(estimate.overhead_bytes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from trioserve.config import Config
 from trioserve.options.option import options_of
 
-__all__ = ["GROUPS", "PLACED_OPTIONS", "TERMINAL_OPTIONS"]
+__all__ = ["CHECK_OPTIONS", "GROUPS", "PLACED_OPTIONS", "TERMINAL_OPTIONS"]
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -76,6 +76,13 @@ TERMINAL_OPTIONS = frozenset(
     - {"tool_call_parser", "tool_call_leniency", "reasoning_parser", "enable_auto_tool_choice"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"}
 )
+
+CHECK_OPTIONS = frozenset(
+    _words(
+        "revision dtype quantization cpu_kernels block_size kv_cache_dtype kv_cache_memory max_model_len max_num_seqs"
+    )
+)
+"""Options of `models --check`: those on which the memory of a model on a CPU depends."""
 
 PLACED_OPTIONS = frozenset(
     options_of(Config).keys()

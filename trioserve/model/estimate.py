@@ -126,6 +126,7 @@ def estimate_checkpoint(checkpoint: Checkpoint, settings: ModelSettings, *, with
     device: DeviceType = "cuda" if settings.device == "cuda" else "cpu"
     config, tensors = checkpoint.config, list(checkpoint.tensors())
     dtype = pick_dtype(config, settings, device)
+    settings.check_context(config.context_tokens_max)
     check_kv_settings(config, settings)
     path, reason = _path(config, settings, device, dtype)
     quantization: Literal["none", "file", "int8", "int4"] = "none"
@@ -156,7 +157,7 @@ def estimate_checkpoint(checkpoint: Checkpoint, settings: ModelSettings, *, with
         why_slower=reason,
         dtype=dtype,
         quantization=quantization,
-        context_tokens_max=min(config.context_tokens_max, settings.context_tokens_max or config.context_tokens_max),
+        context_tokens_max=settings.context_tokens_max or config.context_tokens_max,
         weight_bytes=weight_bytes,
         vision_bytes=vision_bytes,
         kv_token_bytes=block_bytes // settings.block_size,

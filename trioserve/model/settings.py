@@ -139,6 +139,20 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         """True if the settings require quantized weights, which must then not be replaced by another format."""
         return self.quantization not in ("auto", "none")
 
+    def check_context(self, supported_tokens: int) -> None:
+        """Check that a model supports the longest sequence of these settings.
+
+        Args:
+            supported_tokens: longest sequence that the model supports.
+
+        Raises:
+            StartupError: the model supports less.
+        """
+        if self.context_tokens_max is not None and self.context_tokens_max > supported_tokens:
+            raise StartupError(
+                f"--max-model-len is {self.context_tokens_max}, but the model supports only {supported_tokens} tokens"
+            )
+
     def _check_quantization(self) -> None:
         if self.quantization == "file" and self.device == "cuda":
             if self.gpu_kernels == "torch":

@@ -137,12 +137,9 @@ class SafetensorsCheckpoint:
             # Without a head, the embedding replaces it. check_can_generate rejects requests that need logits.
             self.config = structs.replace(self.config, tie_word_embeddings=True)
         self.vision: VisionPart | None = None
-        if sees_images(config):
-            if named_class(config) in VISION_CLASSES:
-                self.vision = VisionPart(directory, config, self.config, whole)
-                self.files = tuple(dict.fromkeys((*self.files, *self.vision.files)))
-            else:
-                logger.warning("images are not served: only the text part of this model is supported")
+        if _serves_images(config):
+            self.vision = VisionPart(directory, config, self.config, whole)
+            self.files = tuple(dict.fromkeys((*self.files, *self.vision.files)))
         self._matrices = matrices
         self._stored: dict[str, FurtherTensor] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
@@ -223,7 +220,7 @@ class UnfetchedCheckpoint:
         self.files: tuple[Path, ...] = ()
         self.continues_texts: bool = has_head(config)
         self.vision: VisionPart | None = None
-        if sees_images(config) and named_class(config) in VISION_CLASSES:
+        if _serves_images(config):
             self.vision = VisionPart(directory, config, self.config, None)
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory
@@ -243,7 +240,21 @@ class UnfetchedCheckpoint:
             return "MXFP4" if ".experts." in name else None
         if scheme.is_float:
             return FP8_ROWS if scheme.blocks is None else None
-        return None if scheme.has_order else f"Q{scheme.bits}_F32"
+        if scheme.has_order:
+            return None
+        # GPTQ has float16 scales. compressed-tensors writes scales in the format of the model.
+        is_half = scheme.is_symmetric and (scheme.layout == "gptq" or self.config.dtype_name == "float16")
+        return f"Q{scheme.bits}_{0 if is_half else 'F32'}"
+
+
+def _serves_images(config: dict[str, object]) -> bool:
+    """Return True if the image encoder of a model is supported. A warning is logged for a model with another one."""
+    if not sees_images(config):
+        return False
+    if named_class(config) in VISION_CLASSES:
+        return True
+    logger.warning("images are not served: only the text part of this model is supported")
+    return False
 
 
 def _cannot_read(wanted: Dtype) -> Values:
