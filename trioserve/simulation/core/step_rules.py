@@ -354,7 +354,8 @@ def _may_wait_for_a_hit(
         is_first = other.cached_count is None or start == other.cached_count + other.loaded_count
         index = (start - (other.loaded_count if is_first else 0)) // block_size
         if other.aborted_for is not None:
-            index = 0  # The result of the step before may have been dropped, together with the hashes of its blocks.
+            # The result of the step before may have been dropped, together with the hashes of its blocks.
+            index = start = 0
         end = (index + 1) * block_size
         starts_now = is_first or other.request.id in admitted
         if (len(other.known) - start < 2 and not starts_now) or end > len(other.known):
