@@ -138,7 +138,7 @@ class WeightPartStruct(ctypes.Structure):
 class MatrixStruct(ctypes.Structure):
     """Python twin of the C++ struct Matrix in cpu/step.h."""
 
-    _fields_ = (("parts", WeightPartStruct * 4),)
+    _fields_ = (("parts", WeightPartStruct * 6),)
 
 
 class ExpertsStruct(ctypes.Structure):
@@ -166,7 +166,7 @@ class RecurrentStruct(ctypes.Structure):
         ("selection_norm", _pointer),
         *((name, _int) for name in ("channels", "kernel", "projected", "heads", "head_dim", "groups", "vectors")),
         *((name, _int) for name in ("norm", "norm_groups", "is_delta", "in_turn", "rank")),
-        *((name, _float) for name in ("time_step_min", "time_step_max", "selection_eps")),
+        *((name, _float) for name in ("time_step_min", "time_step_max", "selection_eps", "share_scale", "norm_eps")),
     )
 
 

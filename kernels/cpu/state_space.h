@@ -205,7 +205,7 @@ inline void scan_delta(const Recurrent& layer, float* memory, const StateSpan* s
         for (int64_t row = span->first_row; row < span->first_row + span->count; row++) {
             const int64_t place = row * projected_stride(layer);
             const float decay = std::exp(layer.rates[head] * softplus(decays[place] + layer.time_step_bias[head]));
-            const float share = 1.0f / (1.0f + std::exp(-shares[place]));
+            const float share = layer.share_scale / (1.0f + std::exp(-shares[place]));
             const float* own = convolved + row * layer.channels;
             with_length(own + group * vectors, vectors, 1.0f / std::sqrt(float(vectors)), query);
             with_length(own + (layer.groups + group) * vectors, vectors, 1.0f, key);

@@ -1314,7 +1314,7 @@ void Engine::recur(int thread, const Step& step, const Recurrent& layer, float e
     }
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
         if (layer.heads > 0)
-            gate_and_norm(layer, eps, projected + row * stride + gate_at, scanned + row * inner, mixed, row);
+            gate_and_norm(layer, layer.norm_eps > 0.0f ? layer.norm_eps : eps, projected + row * stride + gate_at, scanned + row * inner, mixed, row);
         else
             mixed.pad(row, channels);
     }

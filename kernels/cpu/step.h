@@ -25,7 +25,7 @@ struct WeightPart {
 
 // A part with block_count 0 is absent.
 struct Matrix {
-    WeightPart parts[4];
+    WeightPart parts[6];
 };
 
 enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
@@ -73,6 +73,7 @@ struct Recurrent {
     int32_t channels, kernel, projected, heads, head_dim, groups, vectors;
     int32_t norm, norm_groups, is_delta, in_turn, rank;  // norm is a StateNorm
     float time_step_min, time_step_max, selection_eps;
+    float share_scale, norm_eps;  // of the delta rule: factor of the shares, and epsilon of its norm, or 0 for the model's
 };
 
 // Latent attention (latent_attention.h), instead of query and key heads.

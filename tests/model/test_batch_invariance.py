@@ -296,7 +296,7 @@ def test_random_histories_contain_the_events_that_they_are_made_for(
 
 
 @pytest.mark.parametrize(
-    "kind", ("lfm2", "granite-hybrid", "falcon-h1", "mamba2", "jamba", "nemotron-h-moe", "qwen3-next")
+    "kind", ("lfm2", "granite-hybrid", "falcon-h1", "mamba2", "jamba", "nemotron-h-moe", "olmo-hybrid", "qwen3-next")
 )
 @pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: next(iter(way)))
 def test_states_survive_preemption_and_prefix_hits(

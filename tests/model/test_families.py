@@ -469,6 +469,7 @@ def test_idefics_text_config_defaults_to_llama() -> None:
         ("FalconMambaForCausalLM", {"mixer_rms_eps": 0.0}, "epsilon of the state space's norms is 0.0"),
         ("JambaForCausalLM", {"attn_layer_period": 0}, "attn_layer_period in config.json is 0, but it must"),
         ("NemotronHForCausalLM", {"moe_latent_size": 64}, "moe_latent_size in config.json is 64, but it must be null"),
+        ("OlmoHybridForCausalLM", {"linear_num_key_heads": 0}, "linear_num_key_heads in config.json is 0"),
         ("NemotronHForCausalLM", {"attention_bias": True}, "attention_bias in config.json is True"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-X"}, "must be a list of linear_attention, moe"),
         ("NemotronHForCausalLM", {"mlp_bias": True}, "mlp_bias in config.json is True, but it must be false"),

@@ -114,6 +114,8 @@ KINDS = (
     "falcon-mamba",
     "jamba",
     "jamba-dense",
+    "olmo-hybrid",
+    "olmo-hybrid-unturned",
     "nemotron-h",
     "nemotron-h-steps",
     "nemotron-h-moe",

@@ -237,7 +237,9 @@ def test_draft_tokens_are_refused_for_models_with_states() -> None:
         check_draft(config, config, "small")
 
 
-@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "jamba", "nemotron-h-moe", "qwen3-next"))
+@pytest.mark.parametrize(
+    "kind", ("granite-hybrid", "falcon-h1", "mamba2", "jamba", "nemotron-h-moe", "olmo-hybrid", "qwen3-next")
+)
 def test_state_layers_give_equal_results_for_mixed_chunks_and_single_chunks(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
@@ -290,7 +292,9 @@ async def test_engine_refuses_options_that_states_do_not_support(tiny_checkpoint
                 raise AssertionError("opened")
 
 
-@pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "jamba", "nemotron-h-moe", "qwen3-next"))
+@pytest.mark.parametrize(
+    "kind", ("granite-hybrid", "falcon-h1", "mamba2", "jamba", "nemotron-h-moe", "olmo-hybrid", "qwen3-next")
+)
 async def test_engine_continues_from_a_copied_state_and_frees_all_slots(
     kind: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:

@@ -150,6 +150,17 @@ _JAMBA = {
     "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }
+# transformers writes the weights of a convolution in three equal parts.
+_OLMO_HYBRID = {
+    "linear_num_key_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_num_value_heads": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 3,
+    "rms_norm_eps": 1e-3,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+}
 _NEMOTRON_H = {
     "head_dim": 32,
     "mamba_num_heads": 6,
@@ -703,6 +714,19 @@ FAMILY_KINDS |= {
             "mlp_bias": True,
         },
     ),
+    "olmo-hybrid": (
+        "olmo_hybrid",
+        {**_OLMO_HYBRID, "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+    ),
+    "olmo-hybrid-unturned": (
+        "olmo_hybrid",
+        {
+            **_OLMO_HYBRID,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
     "nemotron-h-steps": (
         "nemotron_h",
         {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp"], "time_step_min": 0.3},
@@ -1026,6 +1050,8 @@ def write_checkpoint(
     model.save_pretrained(directory, max_shard_size="100KB" if sharded else "1GB")
     if model_type == "qwen3_vl_moe":
         _transpose_experts(directory / "model.safetensors")
+    if model_type == "olmo_hybrid":
+        _rename_norms_of_attention(directory / "model.safetensors")
     written = dict(fields or {})
     if model_type in _PUBLISHED_CLASSES:
         written["architectures"] = [_PUBLISHED_CLASSES[model_type]]
@@ -1043,6 +1069,17 @@ def _transpose_experts(path: Path) -> None:
     tensors = load_file(path)
     for name in [name for name in tensors if ".mlp.experts." in name]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _rename_norms_of_attention(path: Path) -> None:
+    """Give a norm the name that it has in the authors' files. transformers reads both names, but writes the other."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(".post_feedforward_layernorm.weight")]:
+        layer = name.removesuffix("post_feedforward_layernorm.weight")
+        tensors[f"{layer}post_attention_layernorm.weight"] = tensors.pop(f"{layer}feedforward_layer_norm.weight")
     save_file(tensors, path, {"format": "pt"})
 
 

@@ -678,6 +678,9 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
         head_count: number of value heads.
         group_count: number of key heads, and of query heads. head_count / group_count value heads share each of them.
         has_heads_in_turn: value head i uses key head i % group_count. False: consecutive value heads share a key head.
+        has_joint_qkv: q, k and v are one projection with one convolution. False: each has its own tensors.
+        share_scale: factor of the fraction of an update. With 2, an update may reverse the sign of S^T k.
+        norm_eps: number that the norm of a head adds to the mean square. None: that of the model's norms.
     """
 
     head_count: int
@@ -686,6 +689,9 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
     vector_size: int
     kernel_size: int
     has_heads_in_turn: bool = False
+    has_joint_qkv: bool = True
+    share_scale: float = 1.0
+    norm_eps: float | None = None
 
     has_bias: ClassVar[bool] = False
     has_conv_bias: ClassVar[bool] = False
@@ -696,6 +702,9 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
         check_count("linear_value_head_dim", self.head_dim, DIMENSION_MAX)
         check_count("linear_key_head_dim", self.vector_size, DIMENSION_MAX, 2)
         check_count("linear_conv_kernel_dim", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
+        check_positive("the scale of an update", self.share_scale)
+        if self.norm_eps is not None:
+            check_positive("the delta rule's epsilon", self.norm_eps)
         check_count("the delta rule's state", self.state_size, STATE_NUMBERS_MAX)
         if self.head_count % self.group_count:
             raise ModelLoadError(
@@ -707,6 +716,20 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
     def convolved_size(self) -> int:
         """Channels of the convolution."""
         return 2 * self.group_count * self.vector_size + self.inner_size
+
+    @property
+    def qkv_sizes(self) -> dict[str, int]:
+        """Sizes of q, k and v by the suffix of their tensors' names, or the size of their joint tensor."""
+        if self.has_joint_qkv:
+            return {"qkv": self.convolved_size}
+        return {**dict.fromkeys("qk", self.group_count * self.vector_size), "v": self.inner_size}
+
+    @property
+    def conv_sizes(self) -> dict[str, int]:
+        """Channels of each tensor with weights of the convolution, by the tensors' names."""
+        if self.has_joint_qkv:
+            return {"conv": self.convolved_size}
+        return {f"conv_{part}": size for part, size in self.qkv_sizes.items()}
 
     @property
     def projected_size(self) -> int:

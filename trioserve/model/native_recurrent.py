@@ -129,6 +129,7 @@ class NativeRecurrent:
         elif isinstance(layer, DeltaNetConfig):
             self._struct.norm, self._struct.norm_groups = STATE_NORMS["ungated"], layer.head_count
             self._struct.is_delta, self._struct.in_turn = True, layer.has_heads_in_turn
+            self._struct.share_scale, self._struct.norm_eps = layer.share_scale, layer.norm_eps or 0.0
 
     def struct(self, name: str, weights: PackedWeights) -> RecurrentStruct:
         """Return the layer's description for the kernels. It is valid as long as this object exists.
@@ -150,7 +151,11 @@ class NativeRecurrent:
             name: name of the layer, such as layers.0.
         """
         layer = self._layer
-        yield float32_slot(f"{name}.conv.weight", self._conv_weights.T)
+        first = 0
+        parts = layer.conv_sizes if isinstance(layer, DeltaNetConfig) else {"conv": layer.convolved_size}
+        for module, size in parts.items():
+            yield float32_slot(f"{name}.{module}.weight", self._conv_weights[:, first : first + size].T)
+            first += size
         places = {
             "in_proj.bias": None if self._input_bias is None else self._input_bias[: layer.projected_size],
             "out_proj.bias": self._output_bias,

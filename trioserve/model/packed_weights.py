@@ -360,7 +360,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             if isinstance(recurrent, DeltaNetConfig):
                 matrices[f"{layer}.input"] = (
                     part(recurrent.inner_size, hidden, f"{layer}.delta_gate.weight"),
-                    part(recurrent.convolved_size, hidden, f"{layer}.delta_qkv.weight"),
+                    *(part(size, hidden, f"{layer}.delta_{name}.weight") for name, size in recurrent.qkv_sizes.items()),
                     # Weights that define the decay of a state are not quantized.
                     *(
                         _Part((f"{layer}.{name}.weight",), recurrent.head_count, hidden, WeightFormat.DENSE)

@@ -16,7 +16,7 @@ states are combined in log2(tokens) rounds, and each round doubles the number of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -40,27 +40,31 @@ class Convolution:
     """Causal convolution of each channel with its own weights.
 
     Args:
-        name: name of the weights.
-        channels: number of channels.
+        name: name of the layer, such as layers.0.
+        channels: number of channels of each tensor with weights, by the tensor's name.
         kernel_size: number of tokens that the convolution reads.
         has_bias: add a bias to each channel.
         device: device of the weights.
     """
 
-    def __init__(self, name: str, channels: int, kernel_size: int, has_bias: bool, device: torch.device) -> None:
-        self._name = name
-        self._weight = torch.empty(channels, kernel_size, dtype=torch.float32, device=device)
-        self._bias = torch.empty(channels, dtype=torch.float32, device=device) if has_bias else None
-        self._kept = (kernel_size - 1, channels)
+    def __init__(
+        self, name: str, channels: Mapping[str, int], kernel_size: int, has_bias: bool, device: torch.device
+    ) -> None:
+        self._name, self._channels = name, dict(channels)
+        count = sum(channels.values())
+        self._weight = torch.empty(count, kernel_size, dtype=torch.float32, device=device)
+        self._bias = torch.empty(count, dtype=torch.float32, device=device) if has_bias else None
+        self._kept = (kernel_size - 1, count)
 
     @property
     def state_size(self) -> int:
         return self._kept[0] * self._kept[1]
 
     def slots(self) -> Iterator[TensorSlot]:
-        yield TensorSlot(f"{self._name}.weight", tuple(self._weight.shape), torch.float32, self._weight.copy_)
-        if self._bias is not None:
-            yield TensorSlot(f"{self._name}.bias", tuple(self._bias.shape), torch.float32, self._bias.copy_)
+        for kind, values in (("weight", self._weight), ("bias", self._bias)):
+            if values is not None:
+                for name, part in zip(self._channels, torch.split(values, list(self._channels.values())), strict=True):
+                    yield TensorSlot(f"{self._name}.{name}.{kind}", tuple(part.shape), torch.float32, part.copy_)
 
     def __call__(self, inputs: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
         """Convolve the rows of a step, and write the last inputs of each sequence.
@@ -100,7 +104,7 @@ class ShortConv:
     ) -> None:
         size, has_bias = layer.channel_count, layer.has_bias
         self._input = _linear(f"{name}.in_proj", config.hidden_size, layer.projected_size, has_bias, dtype, device)
-        self._conv = Convolution(f"{name}.conv", size, layer.kernel_size, has_bias, device)
+        self._conv = Convolution(name, {"conv": size}, layer.kernel_size, has_bias, device)
         self._output = _linear(f"{name}.out_proj", size, config.hidden_size, has_bias, dtype, device)
         self.linears = (self._input, self._output)
 
@@ -134,7 +138,7 @@ class StateSpace:
         self._input = _linear(
             f"{name}.in_proj", config.hidden_size, layer.projected_size, layer.has_bias, dtype, device
         )
-        self._conv = Convolution(f"{name}.conv", layer.convolved_size, layer.kernel_size, layer.has_conv_bias, device)
+        self._conv = Convolution(name, {"conv": layer.convolved_size}, layer.kernel_size, layer.has_conv_bias, device)
         self._output = _linear(f"{name}.out_proj", layer.inner_size, config.hidden_size, layer.has_bias, dtype, device)
         self._rates, self._skips, self._time_step_bias = (
             torch.empty(layer.head_count, dtype=torch.float32, device=device) for _ in range(3)
@@ -249,7 +253,7 @@ class SelectiveScan:
         self._input = _linear(
             f"{name}.in_proj", config.hidden_size, layer.projected_size, layer.has_bias, dtype, device
         )
-        self._conv = Convolution(f"{name}.conv", channels, layer.kernel_size, layer.has_conv_bias, device)
+        self._conv = Convolution(name, {"conv": channels}, layer.kernel_size, layer.has_conv_bias, device)
         self._selection = _linear(f"{name}.selection_proj", channels, sum(sizes), False, dtype, device)
         self._time_steps = _linear(f"{name}.time_step_proj", layer.rank, channels, False, dtype, device)
         self._output = _linear(f"{name}.out_proj", channels, config.hidden_size, layer.has_bias, dtype, device)
@@ -298,7 +302,7 @@ class SelectiveScan:
         return self._output(mixed.to(normed.dtype))
 
     def _normed(self, values: Tensor, weights: Tensor) -> Tensor:
-        return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self._layer.norm_eps) * weights
+        return functional.rms_norm(values, weights.shape, weights, self._layer.norm_eps)
 
     def _scanned(
         self, x: Tensor, b: Tensor, c: Tensor, time_steps: Tensor, steps: StateSteps, states: Tensor
@@ -439,16 +443,17 @@ class DeltaNet:
         def vector(count: int) -> Tensor:
             return torch.empty(count, dtype=torch.float32, device=device)
 
-        self._layer, self._eps = layer, config.norm_eps
-        self._sizes = {
+        self._layer, self._eps = layer, layer.norm_eps or config.norm_eps
+        sizes = {
             "delta_gate": layer.inner_size,
-            "delta_qkv": layer.convolved_size,
+            **{f"delta_{part}": size for part, size in layer.qkv_sizes.items()},
             "delta_decay": layer.head_count,
             "delta_share": layer.head_count,
         }
-        inputs = {f"{name}.{part}": size for part, size in self._sizes.items()}
+        self._sizes = [layer.inner_size, layer.convolved_size, layer.head_count, layer.head_count]
+        inputs = {f"{name}.{part}": size for part, size in sizes.items()}
         self._input = Linear(config.hidden_size, inputs, bias=False, dtype=dtype, device=device)
-        self._conv = Convolution(f"{name}.conv", layer.convolved_size, layer.kernel_size, False, device)
+        self._conv = Convolution(name, layer.conv_sizes, layer.kernel_size, False, device)
         outputs = {f"{name}.out_proj": config.hidden_size}
         self._output = Linear(layer.inner_size, outputs, bias=False, dtype=dtype, device=device)
         self._rates, self._decay_bias, self._norm = map(vector, (layer.head_count, layer.head_count, layer.head_dim))
@@ -477,7 +482,7 @@ class DeltaNet:
             [T, hidden_size].
         """
         layer = self._layer
-        gate, convolved, decays, shares = torch.split(self._input(normed).float(), list(self._sizes.values()), -1)
+        gate, convolved, decays, shares = torch.split(self._input(normed).float(), self._sizes, -1)
         kept = self._conv.state_size
         convolved = functional.silu(self._conv(convolved.contiguous(), steps, memory[:, :kept]))
         vectors = layer.group_count * layer.vector_size
@@ -487,7 +492,7 @@ class DeltaNet:
             self._unit_vectors(keys),
             values.reshape(-1, layer.head_count, layer.head_dim),
             functional.softplus(decays + self._decay_bias) * self._rates,
-            shares.sigmoid(),
+            shares.sigmoid() * layer.share_scale,
             steps,
             memory[:, kept:].view(-1, layer.head_count, layer.vector_size, layer.head_dim),
         )

@@ -166,6 +166,7 @@ def test_shared_experts_may_be_in_some_ranks_only(tiny_checkpoint: Checkpoints) 
         ("mamba2", 2, "attention attention attention"),
         ("mamba2", 3, "- - -"),
         ("jamba", 2, "mlp attention+mlp mlp attention+mlp"),
+        ("olmo-hybrid-unturned", 4, "mlp mlp mlp"),  # norms over all heads, and each rank would have 4 of 16 heads
         ("nemotron-h", 2, "mlp attention attention mlp mlp"),
         ("qwen2-moe", 3, "attention attention+mlp attention"),  # experts of 32
         ("qwen3.5", 2, "mlp attention+mlp mlp"),  # each rank would have 8 of 16 heads

@@ -501,10 +501,12 @@ def _recurrent_matrices(mixer: Recurrent, hidden: int) -> Iterator[tuple[str, in
     """Yield name, rows, columns, and True if there is a bias, for each matrix."""
     if isinstance(mixer, DeltaNetConfig):
         yield "delta_gate", mixer.inner_size, hidden, False
-        yield "delta_qkv", mixer.convolved_size, hidden, False
+        for part, size in mixer.qkv_sizes.items():
+            yield f"delta_{part}", size, hidden, False
         yield "delta_decay", mixer.head_count, hidden, False
         yield "delta_share", mixer.head_count, hidden, False
-        yield "conv", mixer.convolved_size, mixer.kernel_size, False
+        for module, size in mixer.conv_sizes.items():
+            yield module, size, mixer.kernel_size, False
         yield "out_proj", hidden, mixer.inner_size, False
         return
     has_conv_bias = mixer.has_bias if isinstance(mixer, ShortConvConfig) else mixer.has_conv_bias

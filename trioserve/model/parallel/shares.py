@@ -522,9 +522,12 @@ def _delta_net(net: DeltaNetConfig, place: Place) -> tuple[DeltaNetConfig, Cuts]
         times(groups, net.vector_size, keys),
         *(times(run, 1, 2 * keys) for run in inner),
     )
+    keys_of_rank, values = rows(convolved[0]), rows(*inner)
     cuts = {
-        "delta_gate": rows(*inner),
+        "delta_gate": values,
         "delta_qkv": rows(*convolved),
+        **dict.fromkeys(("delta_q", "delta_k", "conv_q", "conv_k"), keys_of_rank),
+        **dict.fromkeys(("delta_v", "conv_v"), values),
         "delta_decay": rows(*heads),
         "delta_share": rows(*heads),
         "conv": rows(*convolved),
