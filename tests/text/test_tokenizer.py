@@ -50,8 +50,8 @@ def test_special_tokens_in_a_plain_text_become_special_tokens(byte_level: Tokeni
 
 def test_user_defined_tokens_are_one_token_and_not_hidden(byte_level: Tokenizer) -> None:
     assert byte_level.encode("<think>x")[0] == 3
-    assert not byte_level.is_special(3)
-    assert byte_level.is_special(0)
+    assert 3 not in byte_level.special_token_ids
+    assert 0 in byte_level.special_token_ids
     assert byte_level.decode([3, 0]) == "<think>"
 
 
@@ -76,7 +76,7 @@ def test_ids_without_a_text_decode_to_empty_text(byte_level: Tokenizer) -> None:
         assert byte_level.token_text(token_id) == ""
         assert byte_level.token_bytes(token_id) == b""
         assert byte_level.decode([token_id]) == ""
-        assert not byte_level.is_special(token_id)
+        assert token_id not in byte_level.special_token_ids
 
 
 def test_all_ids_with_a_text_are_below_vocab_size(byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:

@@ -78,7 +78,7 @@ def test_bos_and_eos_are_added_as_the_config_says(
 
 def test_an_ordinary_token_that_the_config_names_as_eos_becomes_special(make_directory: MakeDirectory) -> None:
     tokenizer = Tokenizer.from_directory(make_directory(tokenizer_config={"eos_token": "<think>"}))
-    assert tokenizer.is_special(3)
+    assert 3 in tokenizer.special_token_ids
     assert tokenizer.decode(tokenizer.encode("a<think>b")) == "ab"
 
 
@@ -94,7 +94,7 @@ def test_tokens_that_only_tokenizer_config_json_lists_are_added(
     }
     tokenizer = Tokenizer.from_directory(make_directory(tokenizer_config={"added_tokens_decoder": decoder}))
     assert tokenizer.encode("a<more><plain>")[1:] == [size, size + 1]
-    assert [tokenizer.is_special(token_id) for token_id in (size, size + 1, 3)] == [True, False, True]
+    assert [token_id in tokenizer.special_token_ids for token_id in (size, size + 1, 3)] == [True, False, True]
     assert tokenizer.vocab_size == size + 2
 
 

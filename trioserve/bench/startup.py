@@ -35,7 +35,6 @@ __all__ = [
 
 POLL_SECONDS = 0.005  # seconds between two checks of readiness. A measured start has an error of this size.
 STOP_SECONDS_MAX = 10.0
-READY_PATH = "/ready"
 READ_BYTES = 8 * 2**20
 PROMPT_CHARACTERS = 64
 MADV_POPULATE_WRITE = 23  # Python has no name for this constant of Linux.

@@ -41,7 +41,6 @@ SWITCHES = frozenset(
 ANY = None
 ONE_DEVICE = "start a server for each replica, and `trioserve route` in front of them"
 DETECTED = "it is detected from the model: leave the flag out"
-OF_CUDA = "kernels are chosen with --gpu-kernels and --cpu-kernels: leave the flag out"
 CONFIG_COUNTS = "config.json of the checkpoint is used as it is: change a copy of it"
 
 

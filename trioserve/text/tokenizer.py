@@ -396,9 +396,6 @@ class Tokenizer:
     def special_token_ids(self) -> frozenset[int]:
         return self._special_ids
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
-
     def is_added(self, token_id: int) -> bool:
         """Return True if a token is a special token or another added token.
 

@@ -163,7 +163,6 @@ async def read_metrics(context: EngineContext) -> None:
     await context.respond_bytes(metrics.expose(), metrics.content_type)
 
 
-TASKS_PATH = "/debug/tasks"
 STEPS_PATH = "/debug/steps"
 
 

@@ -358,7 +358,6 @@ async def control_request(context: RequestContext) -> None:
 
 
 HAND_OVER = "/hand-over"
-HAND_OVER_PATH = REQUEST_PATH + "{request}" + HAND_OVER
 HANDED_OVER_ID = b"id: >"
 
 

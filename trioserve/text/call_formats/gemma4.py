@@ -15,9 +15,8 @@ from trioserve.text.response_parsers.call_reading import CallReading, read_calls
 from trioserve.text.response_parsers.json_scanner import DEPTH_MAX
 from trioserve.text.response_parsers.python_literal import json_of_python
 from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script
-from trioserve.text.response_parts import WholeCall
 
-__all__ = ["CALL_MARKER", "GEMMA4_FORMAT", "GEMMA4_TOKENS", "read_gemma4_call", "written_by_gemma4"]
+__all__ = ["CALL_MARKER", "GEMMA4_FORMAT", "GEMMA4_TOKENS", "read_gemma4_call"]
 
 CALL_MARKER: Final = "<|tool_call>"
 _CALL_END: Final = "<tool_call|>"
@@ -125,25 +124,6 @@ def _read_plain_value(reading: CallReading) -> Script[None]:
     sink.arguments('"')
 
 
-def _value(value: object) -> str:
-    if isinstance(value, str):
-        return f"{_QUOTE}{value}{_QUOTE}"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_value, value)) + "]"
-    return json.dumps(value)
-
-
 # A forced call is JSON between the family's markers, since a grammar made from a JSON schema cannot express objects
 # with unquoted keys.
 GEMMA4_FORMAT = CallFormat(call=json_call(before=CALL_MARKER, after=_CALL_END), separator="\n")
-
-
-def written_by_gemma4(call: WholeCall) -> str:
-    """Return a call in the format that Gemma 4 writes itself, with unquoted keys.
-
-    Args:
-        call: The call.
-    """
-    return f"{CALL_MARKER}{_PREFIX}{call.name}{_value(json.loads(call.arguments))}{_CALL_END}"
