@@ -92,3 +92,15 @@ def test_every_replay_is_in_the_table_and_in_the_json(capsys):
         ("single-turn", 1.0),
     ]
     assert all(one["retention"]["has_retention"] and not one["recency"]["has_retention"] for one in comparisons)
+
+
+def test_prefetches_load_before_the_turn_what_a_host_store_loads_in_it():
+    traffic = drawn("agents", clients=6)
+    host, prefetch = (
+        replay(traffic, 0.5, "gpu", SCALE, has_retention=True, load_us=5.0, prefetches=prefetches)
+        for prefetches in (False, True)
+    )
+    assert host.prefetched_tokens == 0 < host.loaded_tokens
+    assert prefetch.prefetched_tokens > 0
+    assert prefetch.loaded_tokens < host.loaded_tokens
+    assert prefetch.turns == host.turns == sum(len(session.turns) for session in traffic.sessions)

@@ -6,6 +6,10 @@ one token of the replay stands for 20: it takes the time of 20, and a block and 
 and times have the proportions of full-size sessions, and a replay takes seconds. With --scale 1 it takes a minute.
 
 The tokens of a session are its number and zeros. So the prefix cache finds exactly what sessions really share.
+
+With --prefetch, two more rows have a host store: it keeps the KV of all requests, and one load at a time takes
+--load-us for each token. In both rows, the client tells after each turn when it returns. In the row `host`, a turn
+loads what it lacks. In the row `prefetch`, the core loads it ahead of the turn.
 """
 
 from __future__ import annotations
@@ -24,14 +28,18 @@ from trioserve.bench.inside.command import print_figures
 from trioserve.bench.inside.wide_prompt import MACHINES, Machine
 from trioserve.bench.report import percentile
 from trioserve.bench.settings import at_least_one
+from trioserve.connectors.host.block_files import BlockChain
+from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.events import RequestFinished, TokensReady
-from trioserve.contracts.ids import RequestId
+from trioserve.contracts.events import FinishReason, RequestFinished, TokensReady
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import Loaded, LoadFailed, TransferEvent
 from trioserve.contracts.request import EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
+from trioserve.testing.scripted_connector import NoConnector
 from trioserve.trio_tools.interpreter import prepare_interpreter
 
 __all__ = ["Comparison", "ReplayFigures", "Scale", "add_arguments", "replay", "run"]
@@ -45,6 +53,7 @@ SHARES = (0.25, 0.5, 1.0)
 WARM_SHARE = 4.0  # With this pool, nothing that is needed again is evicted.
 SAMPLING = SamplingParams(temperature=0.0)
 OUTPUT_TOKEN = 1
+LOAD_US = 5.0  # Host memory at 25 GB/s, and 128 KB for each token of an 8B model with 8 KV heads.
 CORE = CoreSettings(block_count=1, context_tokens_max=1)  # The defaults.
 PREFIX_TOKENS = 2**24  # first token of the first prefix, above all numbers of sessions
 
@@ -68,6 +77,9 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
         seconds: virtual time until the last response.
         preemptions: requests that lost their blocks.
         deferred: cold turns that waited for other sessions.
+        loaded_tokens: prompt tokens that requests loaded from the host store.
+        prefetched_tokens: tokens that prefetches loaded from the host store.
+        prefetches: number of prefetches by result.
     """
 
     traffic: str
@@ -85,6 +97,9 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     preemptions: int
     deferred: int
+    loaded_tokens: int
+    prefetched_tokens: int
+    prefetches: dict[str, int]
 
     @property
     def turns_per_minute(self) -> float:
@@ -147,6 +162,67 @@ class _Client:
         return tuple(self._tokens)
 
 
+class _HostStore(NoConnector):
+    """A connector in virtual time that keeps the blocks of all requests, and loads them one request at a time.
+
+    Args:
+        block_size: tokens of a block.
+        seconds_per_token: time to load one token.
+
+    Attributes:
+        now: current time in seconds, which the owner sets.
+    """
+
+    def __init__(self, block_size: int, seconds_per_token: float) -> None:
+        self._block_size = block_size
+        self._seconds_per_token = seconds_per_token
+        self._stored: set[BlockHash] = set()
+        self._chains: dict[RequestId, BlockChain] = {}
+        self._ends: dict[RequestId, tuple[float, int]] = {}  # The end of each load, and its tokens, in order.
+        self._free_at = 0.0
+        self.now = 0.0
+
+    @property
+    def next_end(self) -> float | None:
+        return next(iter(self._ends.values()))[0] if self._ends else None
+
+    def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
+        end = first = computed_count // self._block_size
+        tokens, chain = request.prompt_token_ids, self._chain(request)
+        while (end + 1) * self._block_size < len(tokens) and chain.name(end, tokens) in self._stored:
+            end += 1
+        return (end - first) * self._block_size
+
+    def start_load(
+        self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int
+    ) -> None:
+        self._free_at = max(self.now, self._free_at) + token_count * self._seconds_per_token
+        self._ends[request.id] = (self._free_at, token_count)
+
+    def load_abandoned(self, request_id: RequestId) -> None:
+        self._ends[request_id] = (self._ends[request_id][0], 0)
+
+    def request_finished(
+        self,
+        request: EngineRequest,
+        block_table: Sequence[BlockIndex],
+        tokens: Sequence[int],
+        reason: FinishReason,
+    ) -> bool:
+        chain = self._chain(request)
+        del self._chains[request.id]
+        self._stored.update(chain.name(index, tokens) for index in range(len(tokens) // self._block_size))
+        return False
+
+    def progress(self) -> list[TransferEvent]:
+        ended = [name for name, (end, _) in self._ends.items() if end <= self.now]
+        counts = [(name, self._ends.pop(name)[1]) for name in ended]
+        return [Loaded(name, token_count) if token_count else LoadFailed(name) for name, token_count in counts]
+
+    def _chain(self, request: EngineRequest) -> BlockChain:
+        return self._chains.setdefault(request.id, BlockChain(None, self._block_size))
+
+
 class _Replay:
     """One replay.
 
@@ -154,10 +230,12 @@ class _Replay:
         traffic: the clients.
         core: the core, without requests.
         machine: cost model of its steps.
+        host: the core's connector. With a connector, clients tell when they return. None: it has none.
     """
 
-    def __init__(self, traffic: Traffic, core: EngineCore, machine: Machine) -> None:
+    def __init__(self, traffic: Traffic, core: EngineCore, machine: Machine, host: _HostStore | None) -> None:
         self._core = core
+        self._host = host
         self._machine = machine
         self._arrivals: list[tuple[float, int, _Client]] = []
         self._numbers = count()
@@ -173,9 +251,15 @@ class _Replay:
         while True:
             while arrivals and arrivals[0][0] <= self.now:
                 self._ask(heapq.heappop(arrivals)[2])
+            if self._host is not None:
+                self._host.now = self.now
+                core.progress(self.now)
+                core.expire(self.now)
             plan = core.schedule(self.now)
             if plan is None:
                 moments = [core.next_deadline(), arrivals[0][0] if arrivals else None]
+                if self._host is not None:
+                    moments.append(self._host.next_end)
                 moment = min([moment for moment in moments if moment is not None], default=None)
                 if moment is None:
                     return
@@ -221,6 +305,8 @@ class _Replay:
         session = client.session
         if session.has_id and session.is_ended and client.is_last_turn:
             self._core.end_session(_session_id(session), self.now)
+        elif session.has_id and self._host is not None and not client.is_last_turn:
+            self._core.hint_session(_session_id(session), client.turn.pause_seconds, self.now)
         self._wait(client)
 
     def _count(self, plan: StepPlan) -> None:
@@ -284,7 +370,15 @@ class Scale(msgspec.Struct, frozen=True):
 
 
 def replay(
-    traffic: Traffic, share: float, machine: str, scale: Scale, *, has_retention: bool, cold_turn_seconds: float = 0.0
+    traffic: Traffic,
+    share: float,
+    machine: str,
+    scale: Scale,
+    *,
+    has_retention: bool,
+    cold_turn_seconds: float = 0.0,
+    load_us: float | None = None,
+    prefetches: bool = False,
 ) -> ReplayFigures:
     """Replay a traffic once.
 
@@ -295,7 +389,10 @@ def replay(
         scale: how many tokens one token stands for.
         has_retention: True for session retention, False for plain recency.
         cold_turn_seconds: how long a cold turn waits at most.
+        load_us: time to load a token from the host store, in microseconds. None: there is no host store.
+        prefetches: True if lost blocks are loaded before the turn.
     """
+    host = None if load_us is None else _HostStore(scale.block_size, load_us / 1e6 / scale.factor)
     blocks = scale.pool_blocks(traffic, share)
     core = EngineCore(
         CoreSettings(
@@ -306,9 +403,11 @@ def replay(
             step_tokens_max=scale.step_tokens_max,
             session_retention=has_retention,
             cold_turn_seconds=cold_turn_seconds,
-        )
+            session_prefetch=prefetches,
+        ),
+        connector=host,
     )
-    run = _Replay(traffic, core, scale.machine(machine))
+    run = _Replay(traffic, core, scale.machine(machine), host)
     run.run()
     stats = core.stats()
     ordered = sorted(run.ttft_seconds)
@@ -328,6 +427,9 @@ def replay(
         seconds=run.now,
         preemptions=stats.preemptions_total,
         deferred=stats.turns_deferred_total,
+        loaded_tokens=stats.loaded_tokens_total,
+        prefetched_tokens=stats.session_prefetched_tokens_total,
+        prefetches={result.value: total for result, total in stats.session_prefetches_total.items()},
     )
 
 
@@ -338,11 +440,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         recency: figures of plain recency.
         retention: figures of session retention.
         warm: figures of the large pool.
+        host: figures of session retention with a host store. None: not replayed.
+        prefetch: the same with prefetches. None: not replayed.
     """
 
     recency: ReplayFigures
     retention: ReplayFigures
     warm: ReplayFigures
+    host: ReplayFigures | None = None
+    prefetch: ReplayFigures | None = None
 
     @property
     def gain(self) -> float:
@@ -354,6 +460,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         """The gain of the tenant that gains least."""
         computed = self.retention.computed_by_tenant
         return min(self.recency.computed_by_tenant[tenant] / computed[tenant] for tenant in computed)
+
+    def _with_host(self) -> tuple[tuple[ReplayFigures | None, str], ...]:
+        return ((self.host, "host"), (self.prefetch, "prefetch"))
 
     def lines(self, scale: Scale) -> list[str]:
         """Return a line of the table for each policy.
@@ -370,6 +479,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
             for one, name, gain, least in (
                 (self.recency, "recency", 1.0, 1.0),
                 (self.retention, "sessions", self.gain, self.least_gain),
+                *((one, name, math.nan, math.nan) for one, name in self._with_host() if one is not None),
             )
         ]
 
@@ -394,6 +504,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=CORE.cold_turn_seconds,
         metavar="SECONDS",
         help="how long a cold turn waits at most",
+    )
+    parser.add_argument(
+        "--prefetch", action="store_true", help="add rows with a host store, without and with prefetches"
+    )
+    parser.add_argument(
+        "--load-us", type=float, default=LOAD_US, metavar="X", help="microseconds to load a token from the host store"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sessions")
 
@@ -432,7 +548,24 @@ def run(arguments: argparse.Namespace) -> int:
                 )
                 for has in (False, True)
             )
-            comparisons.append(Comparison(recency=recency, retention=retention, warm=warm))
+            host, prefetch = (
+                replay(
+                    traffic,
+                    share,
+                    arguments.machine,
+                    scale,
+                    has_retention=True,
+                    cold_turn_seconds=arguments.cold_turn,
+                    load_us=arguments.load_us,
+                    prefetches=prefetches,
+                )
+                if arguments.prefetch
+                else None
+                for prefetches in (False, True)
+            )
+            comparisons.append(
+                Comparison(recency=recency, retention=retention, warm=warm, host=host, prefetch=prefetch)
+            )
             print(*comparisons[-1].lines(scale), sep="\n", flush=True)
     print_figures(comparisons=comparisons)
     return 0
