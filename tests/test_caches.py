@@ -93,6 +93,7 @@ CACHES = {
     ("core/prefetches.py", "_last_turns"): NOT_A_CACHE,
     ("core/prefetches.py", "continuing"): NOT_A_CACHE,
     ("core/sessions.py", "_sessions"): NOT_A_CACHE,
+    ("engine/sessions.py", "_logs"): OWNED,
     ("core/sessions.py", "_shares"): NOT_A_CACHE,
     ("core/transfers.py", "_pending"): NOT_A_CACHE,
     ("core/request_table.py", "_finished_ids"): NOT_A_CACHE,

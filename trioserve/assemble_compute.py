@@ -351,6 +351,7 @@ def core_settings(
         session_retention=options.session_retention,
         session_share_max=options.session_kv_share,
         cold_turn_seconds=options.cold_turn_seconds,
+        session_prefetch=options.session_prefetch,
         overlap_steps=overlaps,
         steps_apart=overlaps and options.pipeline_parallel_size > 1,
         draft_tokens_max=drafts.token_count if drafts is not None and keeps_kv else 0,

@@ -254,3 +254,23 @@ async def test_client_that_leaves_ends_its_turn_and_keeps_its_session() -> None:
         [live] = server.engine.sessions
         assert (live.name, live.turns, live.turn_count) == ("mine", [], 1)
         await server.assert_all_free()
+
+
+async def hint(server: MemoryServer, name: str, body: dict[str, Any], key: str | None = None) -> Any:
+    return await server.client().post(f"/v1/sessions/{name}", body, headers=headers(key))
+
+
+async def test_hint_extends_the_preference_of_the_callers_session(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_memory_server(**OPTIONS, **KEYS) as server:
+        await post(server, CHAT, {"messages": HI}, key="one", session="agent/7")
+        core, [live] = server.engine.current_core, server.engine.sessions
+        await trio.sleep(200)
+        response = await hint(server, "agent/7", {"returns_in_seconds": 60}, "one")
+        assert (response.status, (await response.json())["id"]) == (200, "agent/7")
+        kept = core.sessions.get(live.id)
+        assert kept is not None
+        assert kept.expires_at == pytest.approx(trio.current_time() + 60 + 300)
+        assert (await hint(server, "agent/7", {"returns_in_seconds": 60}, "two")).status == 404
+        assert (await hint(server, "nobody", {"returns_in_seconds": 60}, "one")).status == 404
+        for wrong in ({}, {"returns_in_seconds": -1}, {"returns_in_seconds": "soon"}):
+            assert (await hint(server, "agent/7", wrong, "one")).status == 400

@@ -24,13 +24,15 @@ from trioserve.contracts.errors import (
 )
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.prompt import ChatPrompt
-from trioserve.contracts.request import Retention
+from trioserve.contracts.request import EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.stats import PrefetchResult
 from trioserve.engine.conversation import common_count
 from trioserve.engine.session import Session
-from trioserve.engine.sessions import LiveSession, SessionEnd, SessionName
+from trioserve.engine.sessions import LiveSession, SessionEnd, SessionName, ToolTimes
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN, END_TOKEN_ID, byte_backend, byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.scripted_connector import ScriptedConnector
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 
@@ -497,6 +499,34 @@ async def test_ended_session_aborts_all_of_its_turns() -> None:
     assert engine.metrics.sessions_ended_total.labels("deleted")._value.get() == 1
 
 
+def has_prefetches(request: EngineRequest, computed_count: int) -> int:
+    """Return the tokens of a connector that has the KV of every prefetch, and of no request."""
+    return len(request.prompt_token_ids) - computed_count if request.id.startswith("prefetch-") else 0
+
+
+async def test_lost_blocks_are_loaded_shortly_before_the_expected_turn(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_fake_engine(response="!", connector=ScriptedConnector, session_prefetch=True) as engine:
+        connector = engine.connector
+        assert isinstance(connector, ScriptedConnector)
+        connector.matched_count = has_prefetches
+        async with engine.session() as session:
+            await read(session.generate("a" * 100))
+            engine.current_core.forget_prefixes()
+            session.expect_turn(30)
+            await trio.sleep(27)
+            assert not connector.loads
+            await trio.sleep(2)
+            assert len(connector.loads) == 1
+            connector.load_all()
+            await trio.sleep(0.5)
+            await read(session.generate("b"))
+            stats = engine.stats()
+            assert stats.session_prefetched_tokens_total >= 96
+            assert stats.session_hit_tokens_total == stats.session_prefetched_tokens_total
+        assert stats.session_prefetches_total[PrefetchResult.LOADED] == 1
+        engine.assert_all_free()
+
+
 @pytest.mark.parametrize("ending", ["cold_turn_seconds", "end of the other session", "abort"])
 async def test_cold_turn_wakes_the_engine_when_its_wait_ends(
     ending: str, autojump_clock: trio.testing.MockClock
@@ -521,3 +551,59 @@ async def test_cold_turn_wakes_the_engine_when_its_wait_ends(
             assert engine.core.stats().turns_deferred_total == 1
             assert engine.core.stats().blocks_used == 0
         engine.assert_all_free()
+
+
+async def test_the_time_of_a_tool_is_learned_from_earlier_pauses(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_fake_engine(response="!", connector=ScriptedConnector, session_prefetch=True) as engine:
+        connector = engine.connector
+        assert isinstance(connector, ScriptedConnector)
+        connector.matched_count = has_prefetches
+        async with engine.session() as session:
+            await read(session.generate("a" * 100))
+            live = engine.sessions.find(session.id)
+            assert live is not None
+            live.await_tools(["search"])
+            await trio.sleep(20)
+            await read(session.generate("b"))
+            live.await_tools(["search", "search"])
+            engine.current_core.forget_prefixes()
+            await trio.sleep(17.5)
+            assert not connector.loads
+            await trio.sleep(1)
+            assert len(connector.loads) == 1
+            connector.load_all()
+            await trio.sleep(0.5)
+        async with engine.session() as other:
+            await read(other.generate("c" * 100))
+            live = engine.sessions.find(other.id)
+            assert live is not None
+            live.await_tools(["search", "unknown"])  # The next turn needs both results.
+            assert engine.current_core.next_deadline() is None
+            live.await_tools(["search"])
+            assert engine.current_core.next_deadline() == pytest.approx(trio.current_time() + 18)
+        engine.assert_all_free()
+
+
+async def test_complete_tool_calls_of_a_response_are_awaited() -> None:
+    async with (
+        open_fake_engine(response=CALL, connector=ScriptedConnector, session_prefetch=True) as engine,
+        engine.session() as session,
+    ):
+        await session.respond(USER, tools=[TOOL])
+        live = engine.sessions.find(session.id)
+        assert live is not None
+        assert live.awaited_tools == ("look",)
+
+
+def test_typical_time_of_a_tool_follows_its_pauses() -> None:
+    times = ToolTimes(2)
+    assert times.typical("a") is None
+    times.note("a", 10.0)
+    assert times.typical("a") == pytest.approx(10.0)
+    for _ in range(20):
+        times.note("a", 1.0)
+    assert times.typical("a") == pytest.approx(1.0, rel=0.01)
+    times.note("b", 3.0)
+    times.note("c", 0.0)
+    assert times.typical("a") is None, "two tools are remembered"
+    assert times.typical("c") == pytest.approx(0.001)

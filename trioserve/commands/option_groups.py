@@ -32,7 +32,8 @@ GROUPS = {
     ),
     "memory and batches": _words(
         "kv_cache_memory kv_cache_dtype gpu_memory_utilization block_size max_num_seqs max_num_batched_tokens "
-        "wide_prompt_stretch enable_prefix_caching session_retention session_kv_share cold_turn_seconds"
+        "wide_prompt_stretch enable_prefix_caching session_retention session_kv_share cold_turn_seconds "
+        "session_prefetch"
     ),
     "adapters": _words(
         "enable_lora lora_modules max_loras max_cpu_loras max_lora_rank max_lora_graph_rank "

@@ -260,6 +260,8 @@ class SessionRequest(OpenRequest):
                 self._response.take(self._parser.end())
         if is_whole:
             self._conversation.take(self, self._given_to(0).token_ids, self._response)
+            if self._response.calls and self.turn_of is not None:
+                self.turn_of.await_tools([call.name for call in self._response.calls])
 
 
 def common_count(first: Sequence[int], second: Sequence[int]) -> int:

@@ -119,6 +119,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         generates: True if the request generates tokens. False if its inputs are pooled.
         asked_session: the session that the request is a turn of, or its name.
         session: the session, from entering until the core has no sequence of the request.
+        turn_of: the session, from entering on.
         adapter_lease: lease on the adapter, from entering until the core has no sequence of the request.
         adapter_digest: digest of the adapter that the request uses or has used. None: no adapter.
         weight_version: version of the weights that compute the next token. None: the engine's first weights.
@@ -166,6 +167,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         )
         self.asked_session = session
         self.session: LiveSession | None = None
+        self.turn_of: LiveSession | None = None
         self.adapter = adapter
         self.adapter_lease: AdapterLease | None = None
         self.adapter_digest: str | None = None

@@ -78,6 +78,15 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
         """Digest of the prompt's tokens (see `Resume`). None until the stream is entered."""
         return self._request.prompt_digest
 
+    def await_tools(self, tools: Sequence[str]) -> None:
+        """Note the tools that the complete response calls, see `LiveSession.await_tools`. No effect without a session.
+
+        Args:
+            tools: names of the called tools, at least one.
+        """
+        if self._request.turn_of is not None:
+            self._request.turn_of.await_tools(tools)
+
     def resume_state(self) -> Resume:
         """Return the state with which the same request can be resumed after the last delta that was read.
 

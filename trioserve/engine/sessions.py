@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,10 +31,15 @@ if TYPE_CHECKING:
     from trioserve.engine.settings import EngineSettings
     from trioserve.metrics.registry import Metrics
 
-__all__ = ["LiveSession", "SessionEnd", "SessionName", "SessionTable"]
+__all__ = ["LiveSession", "SessionEnd", "SessionName", "SessionTable", "ToolTimes"]
 
 SESSIONS_FULL = "sessions_full"
 """Reason of a refusal."""
+
+PAUSE_WEIGHT = 0.25  # Weight of the last pause in a typical pause, so that about four pauses count.
+PAUSE_SECONDS_MIN = 1e-3
+SESSION_TOOLS_MAX = 16  # Tools whose pauses one session remembers.
+TOOLS_MAX = 4096  # Tools of all callers whose pauses the server remembers.
 
 
 class SessionEnd(enum.Enum):
@@ -61,6 +67,42 @@ class SessionName(msgspec.Struct, frozen=True, kw_only=True):
     retention: Retention | None = None
 
 
+class ToolTimes:
+    """Learns how long a client typically needs between a tool call and the next turn.
+
+    Pauses are log-normal at best, so the mean of their logarithms is used, which is near their median.
+
+    Args:
+        tools_max: tools that are remembered. The tool that was used least recently is forgotten.
+    """
+
+    def __init__(self, tools_max: int) -> None:
+        self._tools_max = tools_max
+        self._logs: OrderedDict[str, float] = OrderedDict()  # Mean logarithm of the pauses, in seconds.
+
+    def note(self, tool: str, seconds: float) -> None:
+        """Note a pause.
+
+        Args:
+            tool: name of the tool.
+            seconds: time from the end of the call to the next turn.
+        """
+        log = math.log(max(seconds, PAUSE_SECONDS_MIN))
+        mean = self._logs.pop(tool, log)
+        self._logs[tool] = mean + PAUSE_WEIGHT * (log - mean)
+        if len(self._logs) > self._tools_max:
+            self._logs.popitem(last=False)
+
+    def typical(self, tool: str) -> float | None:
+        """Return the typical pause in seconds. None for an unknown tool.
+
+        Args:
+            tool: name of the tool.
+        """
+        log = self._logs.get(tool)
+        return None if log is None else math.exp(log)
+
+
 @uninterrupted
 class LiveSession:
     """One open session.
@@ -75,6 +117,9 @@ class LiveSession:
         turns: requests of the session that are in the queue, in preparation, or in the core.
         turn_count: number of turns so far.
         used_at: time of the last change in `turns`.
+        tool_times: typical pauses after this session's tool calls.
+        awaited_tools: tools that the last response called. Empty after the next turn has begun.
+        awaited_at: time at which the caller got these calls.
         retention: how the prefix cache keeps the session's blocks.
         new_request: creates the requests whose prompts continue the earlier turns, with the arguments of
             `OpenRequest`. None: every request contains its whole prompt.
@@ -92,6 +137,9 @@ class LiveSession:
         self.turn_count = 0
         self.opened_at = self.used_at = trio.current_time()
         self.is_ended = False
+        self.tool_times: ToolTimes | None = None
+        self.awaited_tools: tuple[str, ...] = ()
+        self.awaited_at = 0.0
         self.alarm: Alarm | None = None
         self._table = table
 
@@ -129,6 +177,14 @@ class LiveSession:
         """
         self._table.expect_turn(self, seconds)
 
+    def await_tools(self, tools: Sequence[str]) -> None:
+        """Note the tools that a complete response calls. The next turn is expected after their typical time.
+
+        Args:
+            tools: names of the called tools, at least one.
+        """
+        self._table.await_tools(self, tools)
+
 
 def session_id(identity: str, name: str) -> str:
     """Return the id of a session in the core.
@@ -157,6 +213,7 @@ class SessionTable:
         self._sessions_max = sessions_max
         self._metrics = metrics
         self._sessions: dict[str, LiveSession] = {}
+        self._tool_times = ToolTimes(TOOLS_MAX)
         self._counts: Counter[str] = Counter()  # Number of sessions by identity.
         self._core: EngineCore
         self._delivery: CoreDelivery[Any, Any, Any, Any]
@@ -299,6 +356,8 @@ class SessionTable:
             return None
         if session.is_ended:
             raise AlreadyEnded(f"the session {session.name} has ended: open another one")
+        if session.awaited_tools and not session.turns:
+            self._note_pause(session)
         session.turns.append(request)
         session.turn_count += 1
         self._note_use(session)
@@ -324,6 +383,36 @@ class SessionTable:
         """
         if not session.is_ended:
             self._core.hint_session(session.id, seconds, trio.current_time())
+            self._delivery.wake()  # The core may plan a prefetch.
+
+    def await_tools(self, session: LiveSession, tools: Sequence[str]) -> None:
+        """See `LiveSession.await_tools`.
+
+        Args:
+            session: the session.
+            tools: names of the called tools.
+        """
+        if session.is_ended or not self._core.prefetches.is_on:
+            return
+        session.awaited_tools = tuple(dict.fromkeys(tools))
+        session.awaited_at = trio.current_time()
+        typical = [self._typical_pause(session, tool) for tool in session.awaited_tools]
+        known = [seconds for seconds in typical if seconds is not None]
+        if len(known) == len(typical):  # The next turn needs the results of all tools.
+            self.expect_turn(session, max(known))
+
+    def _typical_pause(self, session: LiveSession, tool: str) -> float | None:
+        own = None if session.tool_times is None else session.tool_times.typical(tool)
+        return self._tool_times.typical(session_id(session.identity, tool)) if own is None else own
+
+    def _note_pause(self, session: LiveSession) -> None:
+        """Learn from the pause that ends now. With several tools, it is unknown which of them needed the time."""
+        tools, session.awaited_tools = session.awaited_tools, ()
+        if len(tools) == 1:
+            seconds = trio.current_time() - session.awaited_at
+            session.tool_times = session.tool_times or ToolTimes(SESSION_TOOLS_MAX)
+            session.tool_times.note(tools[0], seconds)
+            self._tool_times.note(session_id(session.identity, tools[0]), seconds)
 
     def _note_use(self, session: LiveSession) -> None:
         session.used_at = trio.current_time()

@@ -226,7 +226,7 @@ class TextWork:
 
     def begin(self, request: OpenRequest, *, is_waiting: bool) -> list[Choice]:
         request.trace = self._trace(request)
-        request.session = self.sessions.begin_turn(request, request.asked_session)
+        request.session = request.turn_of = self.sessions.begin_turn(request, request.asked_session)
         if request.adapter is not None:
             request.adapter_lease = self.adapters.acquire(request.adapter)
             request.adapter_digest = request.adapter_lease.ref.digest

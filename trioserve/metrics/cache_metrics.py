@@ -7,7 +7,7 @@ from typing import Annotated
 from prometheus_client import Counter, Gauge
 
 from trioserve.contracts.kv_transfer import TransferFault
-from trioserve.contracts.stats import EvictionClass
+from trioserve.contracts.stats import EvictionClass, PrefetchResult
 from trioserve.metrics.metric import Label, Metric, Question
 
 __all__ = ["CacheMetrics"]
@@ -166,6 +166,24 @@ class CacheMetrics:
             Question.CACHE,
             "sequences",
             "Turns of sessions that had lost their blocks, and waited so that other sessions kept theirs.",
+        ),
+    ]
+    session_prefetches_total: Annotated[
+        Counter,
+        Metric(
+            Question.CACHE,
+            "prefetches",
+            "Loads of evicted blocks for sessions that waited for their next turn, by result: blocks arrived, nothing "
+            "had to be loaded, the turn came first, there was no room, the load was cancelled or failed.",
+            labels=(Label("result", tuple(result.value for result in PrefetchResult)),),
+        ),
+    ]
+    session_prefetched_tokens_total: Annotated[
+        Counter,
+        Metric(
+            Question.CACHE,
+            "tokens",
+            "Tokens that these prefetches loaded.",
         ),
     ]
     state_slots: Annotated[

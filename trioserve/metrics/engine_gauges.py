@@ -103,6 +103,12 @@ class EngineGauges:
         metrics.session_turns_deferred_total.inc(stats.turns_deferred_total - seen.turns_deferred_total)
         for kind, total in stats.evictions_total.items():
             metrics.kv_evictions_total.labels(kind.value).inc(total - seen.evictions_total.get(kind, 0))
+        metrics.session_prefetched_tokens_total.inc(
+            stats.session_prefetched_tokens_total - seen.session_prefetched_tokens_total
+        )
+        for result, total in stats.session_prefetches_total.items():
+            seen_total = seen.session_prefetches_total.get(result, 0)
+            metrics.session_prefetches_total.labels(result.value).inc(total - seen_total)
         metrics.kv_transfer_loads_waiting.set(stats.remote_kv_count)
         metrics.kv_transfer_requests_held.set(held_count)
         metrics.kv_transfer_loaded_tokens_total.inc(stats.loaded_tokens_total - seen.loaded_tokens_total)

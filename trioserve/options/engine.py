@@ -179,6 +179,10 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
     cold_turn_seconds: Annotated[float, about(
         "how long a turn of a session whose blocks were evicted waits at most before it evicts blocks of sessions that "
         "return soon; 0: it does not wait", "SECONDS", ge=0, le=3600)] = CORE.cold_turn_seconds
+    session_prefetch: Annotated[bool, about(
+        "load the evicted blocks of a waiting session from the KV connector shortly before its next turn, if the time "
+        "of the turn is known; without a connector that keeps blocks, such as host, it has no effect"
+        )] = CORE.session_prefetch
     overlap_steps: Annotated[bool | None, about(
         "plan the next step while one is computed; shortens the gap between two forward passes, but the end of a "
         "response is noticed one step later; not with --speculative-ngram; with --pipeline-parallel-size, two steps of "

@@ -292,6 +292,7 @@ async def open_fake_engine(
     sessions_max: int = 8192,
     session_idle_seconds: float = 600.0,
     cold_turn_seconds: float = 0.0,
+    session_prefetch: bool = False,
 ) -> AsyncIterator[FakeEngine]:
     """Open an engine without weights. One byte is one token, and everything except the model is the code of
     open_engine.
@@ -353,7 +354,7 @@ async def open_fake_engine(
         seed: source of the seeds of requests that have none. Default: the same in every run, but different for each
             engine of a Trio program.
         sessions_max: maximum number of open sessions. A caller with an identity may have half of them.
-        session_idle_seconds, cold_turn_seconds: as in open_engine.
+        session_idle_seconds, cold_turn_seconds, session_prefetch: as in open_engine.
 
     Raises:
         StartupError: an option is out of range, or two options contradict each other. The message uses the names of
@@ -394,6 +395,7 @@ async def open_fake_engine(
             load_failure_policy=kv_load_failure_policy,
             sessions_max=sessions_max,
             cold_turn_seconds=cold_turn_seconds,
+            session_prefetch=session_prefetch,
         )
         settings = EngineSettings(
             waiting_requests_max=max_queued_requests,

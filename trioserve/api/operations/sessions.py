@@ -1,4 +1,4 @@
-"""Open sessions: list them, and end them by their names.
+"""Open sessions: list them, and end them or announce their next turns by their names.
 
 With API keys, a key sees its own sessions, and the admin's key all sessions. Without keys, callers are distinguished by
 the tenant that they name.
@@ -6,13 +6,16 @@ the tenant that they name.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
 import trio
 
 from trioserve.api.caller import CallerKind
 from trioserve.api.error_responses import refusal
 from trioserve.api.request_context import RequestContext
 from trioserve.api.response import Response
-from trioserve.api.route_table import Forwarding, Operation
+from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.engine.sessions import LiveSession, SessionEnd
 
 __all__ = ["OPERATIONS", "SESSION_PATH"]
@@ -49,6 +52,16 @@ class ShownSessions(Response, tag_field="object", tag="list"):
     data: list[ShownSession]
 
 
+class SessionHint(msgspec.Struct, frozen=True, kw_only=True):
+    """Hint about the next turn of a session.
+
+    Attributes:
+        returns_in_seconds: estimated time until the next turn, for example while a tool runs.
+    """
+
+    returns_in_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+
+
 class DeletedSession(Response, tag_field="object", tag="session"):
     id: str
     deleted: bool
@@ -73,6 +86,23 @@ def _shown(session: LiveSession, now: float) -> ShownSession:
     )
 
 
+async def hint_session(context: RequestContext) -> None:
+    """Note that a client expects to send the next turn of a session in some seconds.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+        Refusal: the caller has no open session with this name (404).
+    """
+    hint = await context.body(SessionHint)
+    _name, found = _named(context)
+    for session in found:
+        session.expect_turn(hint.returns_in_seconds)
+    await context.respond_json(_shown(found[0], trio.current_time()))
+
+
 async def delete_session(context: RequestContext) -> None:
     """End a session of the caller, or with the admin's key the sessions of all callers that have this name.
 
@@ -82,6 +112,18 @@ async def delete_session(context: RequestContext) -> None:
     Raises:
         Refusal: the caller has no open session with this name (404).
     """
+    name, found = _named(context)
+    for session in found:
+        session.end(SessionEnd.DELETED)
+    await context.respond_json(DeletedSession(id=name, deleted=True))
+
+
+def _named(context: RequestContext) -> tuple[str, list[LiveSession]]:
+    """Return the name in the path, and the caller's open sessions with this name, at least one.
+
+    Raises:
+        Refusal: there is none.
+    """
     name = context.exchange.path.removeprefix(SESSION_PATH)
     if context.caller.kind is CallerKind.ADMIN:
         found = [session for session in context.engine.sessions if session.name == name]
@@ -90,9 +132,7 @@ async def delete_session(context: RequestContext) -> None:
         found = [] if own is None else [own]
     if not found:
         raise refusal("session_not_found", f"you have no open session {name[:80]!r}: it has ended, or never began")
-    for session in found:
-        session.end(SessionEnd.DELETED)
-    await context.respond_json(DeletedSession(id=name, deleted=True))
+    return name, found
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
@@ -104,6 +144,20 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         is_operators=True,
         description="Lists the sessions of the caller's key, or all sessions with the admin's key or without keys.",
         response=ShownSessions,
+    ),
+    Operation(
+        method="POST",
+        path=SESSION_PATH + "{session}",
+        handler=hint_session,
+        summary="Announce the next turn of a session",
+        id_has_slashes=True,
+        forwarding=Forwarding.STREAM,
+        description="The preference for the session's blocks lasts longer. With --session-prefetch, evicted blocks are "
+        "loaded from the KV connector shortly before the turn.",
+        body=SessionHint,
+        response=ShownSession,
+        errors=(*READS_BODY, 404),
+        path_parameter="the session's X-Session-Id, or the prompt_cache_key that named it",
     ),
     Operation(
         method="DELETE",

@@ -317,7 +317,11 @@ class ChatTurn:
         """
 
         async def take_delta(_: int, delta: Delta) -> None:
-            await take(delta.index, self.choices[delta.index].take(delta), delta)
+            choice = self.choices[delta.index]
+            parts = choice.take(delta)
+            if choice.finish_reason == "tool_calls":
+                self.stream.await_tools(choice.tools)
+            await take(delta.index, parts, delta)
 
         async def take_counted(stream_index: int, delta: Delta) -> None:
             self._bound.take(delta)

@@ -41,6 +41,7 @@ class TurnChoice:
     Attributes:
         finish_reason: None until the last delta. "tool_calls" means that all calls are complete. With "length" the last
             call may be incomplete, and then it has no ToolCallEnd.
+        tools: Names of the called tools so far.
         reasoning_token_count: Number of reasoning tokens so far. An estimate for deltas that contain reasoning and
             other text.
     """
@@ -57,6 +58,7 @@ class TurnChoice:
         self.index = index
         self.finish_reason: TurnFinish | None = None
         self.reasoning_token_count = 0
+        self.tools: list[str] = []
         self._parser = parser
         self._calls_max = calls_max
         self._is_resumable = is_resumable
@@ -97,6 +99,7 @@ class TurnChoice:
             return None
         if isinstance(part, ToolCallBegin):
             self._begun_count += 1
+            self.tools.append(part.name)
             return part if part.id is not None else msgspec.structs.replace(part, id=self._new_call_id())
         if isinstance(part, ToolCallEnd):
             self._ended_count += 1
