@@ -34,6 +34,7 @@ from trioserve.model.native_model import why_not_native
 from trioserve.model.rotary import rotary_frequencies
 
 GGUF_KINDS = (
+    "olmo",
     "bloom",
     "gpt2",
     "gpt-bigcode",

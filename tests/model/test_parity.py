@@ -48,6 +48,7 @@ KINDS = (
     "phi3",
     "phi3-part",
     "phi3-longrope",
+    "olmo",
     "olmo2",
     "olmo3",
     "smollm3",

@@ -247,6 +247,7 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"pad_token_id": 0, "original_max_position_embeddings": 512, "rope_parameters": _LONGROPE},
     ),
+    "olmo": ("olmo", {"attention_bias": True}),
     "olmo2": ("olmo2", {}),
     "olmo3": (
         "olmo3",
@@ -1224,6 +1225,7 @@ _PERMUTED_BY_THE_CONVERTER = (
     "granitemoehybrid",
     "mixtral",
     "ministral3",
+    "olmo",
     "smollm3",
 )
 _ARCHITECTURES = {

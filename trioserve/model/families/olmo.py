@@ -1,7 +1,7 @@
 """OLMo 2 and 3 have norms after attention and MLP instead of before. Queries and keys are normalized over all heads.
 
 In OLMo 3, three of four layers have a sliding window, and only the fourth layer has scaled positions. OLMoE is a Llama
-with mixtures of experts. It normalizes queries and keys like OLMo 2.
+with mixtures of experts. It normalizes queries and keys like OLMo 2. OLMo 1 is a Llama whose norms have no weights.
 
 In OLMo Hybrid, three of four layers have the gated delta rule, with norms before it and before its MLP.
 """
@@ -13,7 +13,22 @@ from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import DeltaNetConfig, LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["OLMO2", "OLMO3", "OLMOE", "OLMO_HYBRID"]
+__all__ = ["OLMO", "OLMO2", "OLMO3", "OLMOE", "OLMO_HYBRID"]
+
+
+def _describe_olmo(fields: ModelFields) -> ModelConfig:
+    has_bias = fields.flag_or("attention_bias", False)
+    layer = LayerConfig(attention=fields.attention(has_bias=has_bias, has_output_bias=has_bias), mlp=fields.mlp())
+    return fields.described("olmo", (layer,) * fields.layer_count, norm="layer_bare", norm_eps=1e-5)
+
+
+OLMO = Family(
+    name="olmo",
+    classes=("OlmoForCausalLM",),
+    model_type="olmo",
+    describe=_describe_olmo,
+    gguf=GgufNaming(architecture="olmo", pairs_adjacent=True),
+)
 
 
 def _describe_olmo2(fields: ModelFields) -> ModelConfig:

@@ -26,7 +26,7 @@ from trioserve.model.families.mamba2 import BAMBA, MAMBA2
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
 from trioserve.model.families.mixtral import MINIMAX_M2, MIXTRAL
 from trioserve.model.families.nemotron_h import NEMOTRON_H
-from trioserve.model.families.olmo import OLMO2, OLMO3, OLMO_HYBRID, OLMOE
+from trioserve.model.families.olmo import OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from trioserve.model.families.phi import PHI3
 from trioserve.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN25_VL
 from trioserve.model.families.qwen_next import QWEN3_NEXT, QWEN35, QWEN35_MOE
@@ -44,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA3,
     GEMMA3N,
     PHI3,
+    OLMO,
     OLMO2,
     OLMO3,
     SMOLLM3,
