@@ -65,14 +65,16 @@ PLAIN = 9
 # Launches of the adapters of one layer: for each of four products, two launches and one for each of its matrices.
 ADAPTER_MAX = 15
 # Most launches of a layer, with further norms and scales. A mixture of experts has further ones.
-DENSE_MAX, LATENT_MAX, STATE_MAX, MIXTURE_MAX = 18, 29, 55, 22
+DENSE_MAX, LATENT_MAX, STATE_MAX, MIXTURE_MAX = 18, 29, 59, 22
 SECTION_MAX = 12  # launches of a step that find the section of each decode
+XIELU_MAX = 9  # Apertus's activation in plain torch
 STREAMS_MAX = 105  # Gemma 3n computes several hidden states in parallel.
 
 
 def layer_max(config: ModelConfig) -> int:
     """Return the allowed number of launches of one layer."""
-    plain = STATE_MAX if config.state_bytes else LATENT_MAX if config.has_latents else DENSE_MAX
+    dense = DENSE_MAX + XIELU_MAX * (config.family == "apertus")
+    plain = STATE_MAX if config.state_bytes else LATENT_MAX if config.has_latents else dense
     if config.streams is not None:
         plain = STREAMS_MAX
     return plain + (MIXTURE_MAX if any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers) else 0)
