@@ -1003,12 +1003,13 @@ void Engine::sort_by_expert(const Experts& experts) {
     }
 }
 
-// to = base + mixture of experts of x. A null base is zeros. base may be `to`. Experts are computed one after the other, so a
-// row is summed in the same order in every batch.
+// to = base + mixture of experts of x, times the residual scale unless a norm follows. A null base is zeros. base may be `to`.
+// Experts are computed one after the other, so a row is summed in the same order in every batch.
 template <class T>
 void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, const float* base, float* to) {
     const Experts& experts = *layer.experts;
     const int64_t size = model.hidden_size, padded_count = rounded_up(experts.count, LANES);
+    const float scale = layer.mlp_output_norm == nullptr ? layer.residual_scale : 1.0f;
     float* chances = chances_.of<float>(0);
     product(thread, x, rows_, experts.router, nullptr,
             [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
@@ -1050,7 +1051,7 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
                    [&](int64_t first_row, int found, int64_t first_block, int blocks, float* sums) {
                        for (int index = 0; index < found; index++) {
                            const int64_t row = rows_at == nullptr ? first_row + index : rows_at[first_row + index];
-                           const Lanes weight = set(weights[first_row + index] * layer.residual_scale);
+                           const Lanes weight = set(weights[first_row + index] * scale);
                            float* total = to + row * size + first_block * LANES;
                            for (int block = 0; block < blocks; block++) {
                                Lanes value = load(sums + index * PANEL + block * LANES);
@@ -1875,6 +1876,9 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (layer.experts != nullptr) {
                 mix(thread, model, layer, x, base, part);
                 if (sums_mlp) add_up(part, total);
+                if (is_mlp_normed)
+                    add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale,
+                               hidden);
                 continue;
             }
             const int64_t own_middle = outputs_of(layer, layer.gate_up);

@@ -127,6 +127,8 @@ KINDS = (
     "qwen3-vl",
     "qwen3-vl-moe",
     "solar-open",
+    "flex-olmo",
+    "afmoe",
     "granite-moe-shared",
     "hy-v3",
     "mellum",

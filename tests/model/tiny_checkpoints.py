@@ -920,6 +920,25 @@ FAMILY_KINDS |= {
             "attention_bias": True,
         },
     ),
+    "flex-olmo": (
+        "flex_olmo",
+        {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "pad_token_id": 0},
+    ),
+    "afmoe": (
+        "afmoe",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "num_dense_layers": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "route_scale": 1.75,
+            "sliding_window": 8,
+            "global_attn_every_n_layers": 3,
+            "mup_enabled": True,
+        },
+    ),
     "granite-moe-shared": (
         "granitemoeshared",
         {

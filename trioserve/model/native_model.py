@@ -27,7 +27,6 @@ from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import (
     AttentionConfig,
-    ExpertsConfig,
     KVAttention,
     KVEntry,
     LatentAttentionConfig,
@@ -105,8 +104,6 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
         if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):
             return reason
         sizes.extend(("intermediate_size", size) for size in intermediate_sizes(layer.mlp))
-        if layer.has_output_norms and isinstance(layer.mlp, ExpertsConfig):
-            return "experts are followed by a norm"
     if reason := why_not_streams(config):
         return reason
     for name, size in sizes:

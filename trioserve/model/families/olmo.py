@@ -2,18 +2,21 @@
 
 In OLMo 3, three of four layers have a sliding window, and only the fourth layer has scaled positions. OLMoE is a Llama
 with mixtures of experts. It normalizes queries and keys like OLMo 2. OLMo 1 is a Llama whose norms have no weights.
+FlexOlmo has the experts of OLMoE and the norms of OLMo 2.
 
 In OLMo Hybrid, three of four layers have the gated delta rule, with norms before it and before its MLP.
 """
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import DeltaNetConfig, LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["OLMO", "OLMO2", "OLMO3", "OLMOE", "OLMO_HYBRID"]
+__all__ = ["FLEX_OLMO", "OLMO", "OLMO2", "OLMO3", "OLMOE", "OLMO_HYBRID"]
 
 
 def _describe_olmo(fields: ModelFields) -> ModelConfig:
@@ -64,11 +67,20 @@ def _described(fields: ModelFields, family: str, window: int | None) -> ModelCon
 
 
 def _describe_olmoe(fields: ModelFields) -> ModelConfig:
+    return fields.described("olmoe", (_mixture(fields),) * fields.layer_count)
+
+
+def _describe_flex(fields: ModelFields) -> ModelConfig:
+    layer = replace(_mixture(fields), has_input_norms=False, has_output_norms=True)
+    return fields.described("flex_olmo", (layer,) * fields.layer_count)
+
+
+def _mixture(fields: ModelFields) -> LayerConfig:
     has_bias = fields.flag_or("attention_bias", False)
     attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias, qk_norm="row")
     normalizes = fields.flag_or("norm_topk_prob", False)
     experts = fields.experts("num_experts", fields.whole("intermediate_size"), normalizes=normalizes)
-    return fields.described("olmoe", (LayerConfig(attention=attention, mlp=experts),) * fields.layer_count)
+    return LayerConfig(attention=attention, mlp=experts)
 
 
 def _describe_hybrid(fields: ModelFields) -> ModelConfig:
@@ -152,4 +164,11 @@ OLMO_HYBRID = Family(
             "state.time_step_bias": "linear_attn.dt_bias",
         }
     ),
+)
+FLEX_OLMO = Family(
+    name="flex_olmo",
+    classes=("FlexOlmoForCausalLM",),
+    model_type="flex_olmo",
+    defaults={"rope_theta": 500_000.0},
+    describe=_describe_flex,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.families.afmoe import AFMOE
 from trioserve.model.families.alibi import BLOOM, MPT
 from trioserve.model.families.cohere import COHERE, COHERE2, COHERE2_MOE
 from trioserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3
@@ -26,7 +27,7 @@ from trioserve.model.families.mamba2 import BAMBA, MAMBA2
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
 from trioserve.model.families.mixtral import MINIMAX_M2, MIXTRAL
 from trioserve.model.families.nemotron_h import NEMOTRON_H
-from trioserve.model.families.olmo import OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
+from trioserve.model.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from trioserve.model.families.phi import PHI3
 from trioserve.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN25_VL
 from trioserve.model.families.qwen_next import QWEN3_NEXT, QWEN35, QWEN35_MOE
@@ -102,6 +103,8 @@ FAMILIES: tuple[Family, ...] = (
     ERNIE45_MOE,
     EXAONE_MOE,
     COHERE2_MOE,
+    AFMOE,
+    FLEX_OLMO,
     HY_V3,
     MELLUM,
     QWEN25_VL,

@@ -699,7 +699,7 @@ def _mixed_place(
     if module not in ("q_proj", "q_gate_proj"):
         return None
     attention = config.layers[int(name.split(".")[1])].attention
-    if not isinstance(attention, AttentionConfig) or not attention.has_gate:
+    if not isinstance(attention, AttentionConfig) or not attention.has_gate or "q_gate_proj" in naming.modules:
         return None
     order = np.arange(attention.head_dim)
     if module == "q_proj":
