@@ -354,6 +354,12 @@ class _Divider:
         )
         return replace(layer, attention=smaller[0], beside=beside, mlp=mlp), part, cuts
 
+    def _cannot_share(self, intermediate_size: int) -> StartupError:
+        return StartupError(
+            f"{self._place[1]} ranks cannot share MLPs with an intermediate size of {intermediate_size}, which must "
+            "be divided like the attention beside them, in multiples of 16: use fewer ranks"
+        )
+
     def _mlp(
         self, layer: LayerConfig, divides_mixer: bool
     ) -> tuple[MlpConfig | ExpertsConfig | None, Cuts, bool, Run | None]:
@@ -362,26 +368,23 @@ class _Divider:
         if mlp is None:
             return None, {}, False, None
         if isinstance(mlp, ExpertsConfig):
-            assert not layer.is_parallel, "no model family has parallel layers with experts"
-            experts = None
-            if self._expert_parallel:
-                experts = _experts_of(mlp, place)
-            found = _mixture(mlp, place, experts)
+            # In a parallel layer, MLP and attention are added in the same sum, so either both or none are divided.
+            divides = divides_mixer or not layer.is_parallel
+            experts = _experts_of(mlp, place) if self._expert_parallel and divides else None
+            found = _mixture(mlp, place, experts) if divides else None
             if found is not None:
                 return *found, True, experts
+            if divides and layer.is_parallel:
+                raise self._cannot_share(mlp.intermediate_size)
             whole = _mixture(mlp, ALONE, None)
             assert whole is not None, "an undivided mixture is always possible"
             return *whole, False, None
-        # In a parallel layer, MLP and attention are added in the same sum, so either both or none are divided.
         divides = divides_mixer if layer.is_parallel else mlp.cutoff is None
         divided = _plain_mlp(mlp, place if divides else ALONE)
         if divided is not None:
             return *divided, divides, None
         if layer.is_parallel:
-            raise StartupError(
-                f"{place[1]} ranks cannot share MLPs with an intermediate size of {mlp.intermediate_size}, which must "
-                "be divided like the attention beside them, in multiples of 16: use fewer ranks"
-            )
+            raise self._cannot_share(mlp.intermediate_size)
         whole_mlp = _plain_mlp(mlp, ALONE)
         assert whole_mlp is not None, "an undivided MLP is always possible"
         return *whole_mlp, False, None
