@@ -13,16 +13,16 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.admission.model_runs import ModelRuns, ModelStatus
-from trioserve.api.ollama.answer import iso_time
-from trioserve.api.ollama.models import model_card, running_card
-from trioserve.api.ollama.response_types import (
+from trioserve.api.ollama.answer import (
     OllamaChatLine,
     OllamaModel,
     OllamaModels,
     OllamaRunning,
     OllamaSaid,
     OllamaTextLine,
+    iso_time,
 )
+from trioserve.api.ollama.models import model_card, running_card
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.response import Listing, Response

@@ -9,7 +9,7 @@ import msgspec
 import ollama
 import pytest
 
-from trioserve.api.ollama import response_types as responses
+from trioserve.api.ollama import answer as responses
 from trioserve.api.surface import OllamaError
 from trioserve.contracts.errors import Draining, Overloaded, RequestFailed
 from trioserve.contracts.events import FinishReason

@@ -1,18 +1,17 @@
-"""Responses in Ollama's format: a stream of lines whose last line has counts and durations, or one object."""
+"""Responses in Ollama's format, and their types: lines of a stream whose last has counts, or one object."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import trio
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from trioserve.api.ollama import response_types as types
-from trioserve.api.ollama.response_types import OllamaLine
 from trioserve.api.openai.logprobs import chat_tokens
-from trioserve.api.response import encoded_value
+from trioserve.api.openai.response_types import ChatToken
+from trioserve.api.response import Response, encoded_value
 from trioserve.api.turn.turn_choice import CollectedChoice, OpenCalls, ToolCall
 from trioserve.text.response_parts import ContentText, ReasoningText, ResponsePart
 
@@ -23,6 +22,127 @@ if TYPE_CHECKING:
     from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["Answer", "Head", "Piece", "chat_piece", "iso_time", "loaded", "nanoseconds", "text_piece"]
+
+Capability = Literal["completion", "tools", "thinking", "insert", "embedding"]
+
+
+class OllamaLine(Response):
+    """One line of a stream, or a whole response.
+
+    Counts and durations (in nanoseconds) are in the last line only, where `done` is true. `load_duration` is always 0.
+    The done_reasons "load" and "unload" mean that the request had no prompt.
+    """
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    logprobs: list[ChatToken] | UnsetType = UNSET
+
+
+class OllamaFunctionCall(Response):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(Response):
+    id: str
+    function: OllamaFunctionCall
+
+
+class OllamaSaid(Response):
+    role: Literal["assistant"]
+    content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaCall] | UnsetType = UNSET
+
+
+class OllamaChatLine(OllamaLine, kw_only=True):
+    """A piece of a message, or the whole message."""
+
+    message: OllamaSaid
+
+
+class OllamaTextLine(OllamaLine, kw_only=True):
+    """A piece of a text, or the whole text."""
+
+    response: str
+    thinking: str | UnsetType = UNSET
+
+
+class OllamaDetails(Response):
+    """Properties of a model. Unknown ones are empty."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModelCard(Response):
+    """Description of a model. `size` is the size of the weights in bytes, or 0 if it is not known."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaModel(OllamaModelCard):
+    modified_at: str
+
+
+class OllamaModels(Response):
+    models: list[OllamaModel]
+
+
+class OllamaRunningModel(OllamaModelCard):
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class OllamaRunning(Response):
+    models: list[OllamaRunningModel]
+
+
+class OllamaShown(Response):
+    """Properties of a model. `template` is a Jinja template."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[Capability]
+    modified_at: str
+
+
+class OllamaVersion(Response):
+    version: str
+
+
+class OllamaEmbeddings(Response):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Response):
+    embedding: list[float]
+
 
 NANOSECONDS = 1_000_000_000
 
@@ -47,12 +167,12 @@ The last argument is the index of the first call.
 
 
 def chat_piece(head: Head, content: str, reasoning: str, calls: Sequence[ToolCall], first_call: int) -> OllamaLine:
-    message = types.OllamaSaid(role="assistant", content=content, thinking=reasoning or UNSET)
+    message = OllamaSaid(role="assistant", content=content, thinking=reasoning or UNSET)
     if calls:
         message.tool_calls = [
-            types.OllamaCall(
+            OllamaCall(
                 id=call.id,
-                function=types.OllamaFunctionCall(
+                function=OllamaFunctionCall(
                     index=index,
                     name=call.name,
                     # The arguments are the text of the model. In a complete call, they are one JSON object.
@@ -61,11 +181,11 @@ def chat_piece(head: Head, content: str, reasoning: str, calls: Sequence[ToolCal
             )
             for index, call in enumerate(calls, first_call)
         ]
-    return types.OllamaChatLine(model=head.model, created_at=head.created_at, done=False, message=message)
+    return OllamaChatLine(model=head.model, created_at=head.created_at, done=False, message=message)
 
 
 def text_piece(head: Head, content: str, reasoning: str, _calls: Sequence[ToolCall], _first_call: int) -> OllamaLine:
-    return types.OllamaTextLine(
+    return OllamaTextLine(
         model=head.model, created_at=head.created_at, done=False, response=content, thinking=reasoning or UNSET
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.api.embeddings.embeddings import add_vectors, pool
-from trioserve.api.ollama import response_types as types
+from trioserve.api.ollama import answer as types
 from trioserve.api.ollama.answer import Answer, Head, Piece, chat_piece, iso_time, loaded, nanoseconds, text_piece
 from trioserve.api.ollama.bodies import (
     OLLAMA_RANGES,
