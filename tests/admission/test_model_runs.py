@@ -1,0 +1,85 @@
+"""Tests of tasks that wait for models on demand. The models are only names."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.admission.model_runs import ModelRuns
+from trioserve.contracts.errors import NoEndpoint
+from trioserve.router.hosted_models import ModelSpec
+from trioserve.router.settings import HostedModelsSettings
+
+
+async def load(name, *, on_loaded, stopping):
+    on_loaded(name)
+    await stopping.wait()
+    return "it was unloaded"
+
+
+async def fail(name, *, on_loaded, stopping):
+    return "it is damaged"
+
+
+@pytest.fixture
+async def runs(autojump_clock):
+    settings = HostedModelsSettings(memory_bytes=1, turn_seconds=10)
+    models = ModelRuns(settings, [ModelSpec(name=name, bytes=1) for name in "ab"], load)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(models.run)
+        yield models
+        nursery.cancel_scope.cancel()
+
+
+async def test_task_that_waits_for_a_draining_model_gets_it_when_nobody_needs_its_memory(runs):
+    got = trio.Event()
+
+    async def wait_for_a() -> None:
+        async with runs.leased("a") as loaded:
+            assert loaded == "a"
+            got.set()
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery, runs.leased("a"):
+        scope = trio.CancelScope()
+
+        async def wait_for_b() -> None:
+            with scope:
+                async with runs.leased("b"):
+                    raise AssertionError("a is in use")
+
+        nursery.start_soon(wait_for_b)
+        await trio.sleep(11)
+        assert runs.status("a").state == "draining"
+        nursery.start_soon(wait_for_a)
+        await wait_all_tasks_blocked()
+        assert not got.is_set()
+        scope.cancel()
+        with trio.fail_after(1):
+            await got.wait()
+        assert (runs.status("a").state, runs.status("a").leases) == ("loaded", 2)
+        nursery.cancel_scope.cancel()
+    assert (runs.status("a").leases, runs.status("b").waiting) == (0, 0)
+
+
+async def test_failed_load_reaches_all_tasks_that_wait(autojump_clock):
+    models = ModelRuns(HostedModelsSettings(memory_bytes=1), [ModelSpec(name="a", bytes=1)], fail)
+    failures = 0
+
+    async def wait() -> None:
+        nonlocal failures
+        with pytest.raises(NoEndpoint, match="the model a could not be loaded: it is damaged") as caught:
+            async with models.leased("a"):
+                pass
+        assert caught.value.retry_after_seconds == 5
+        failures += 1
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(models.run)
+        for _ in range(3):
+            nursery.start_soon(wait)
+        await wait_all_tasks_blocked()
+        assert failures == 3
+        assert (models.held_bytes, models.status("a").waiting) == (0, 0)
+        nursery.cancel_scope.cancel()
