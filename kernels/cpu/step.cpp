@@ -174,7 +174,10 @@ bool is_own_row(const Model& model, int64_t row) {
 
 bool has_mlp(const Layer& layer) { return layer.experts != nullptr || layer.gate_up.parts[0].block_count > 0; }
 
-bool attends(const Layer& layer) { return layer.qkv.parts[0].block_count > 0; }
+// A layer without any matrix is one of run_attention, which computes only the attention.
+bool attends(const Layer& layer) {
+    return layer.qkv.parts[0].block_count > 0 || (layer.recurrent == nullptr && !has_mlp(layer));
+}
 
 // The first matrix of a layer's MLP or experts.
 const Matrix& first_of_mlp(const Layer& layer) { return layer.experts == nullptr ? layer.gate_up : layer.experts->router; }

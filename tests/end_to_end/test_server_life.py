@@ -86,9 +86,9 @@ def test_corrupt_model_file_is_refused_with_one_sentence(tmp_path: Path):
 
 @pytest.mark.slow
 def test_unknown_architecture_is_refused_with_one_sentence(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet", "architectures": ["XLNetLMHeadModel"]}))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    check_refusal(run("--model", str(tmp_path), "--port", "0"), "Mamba", "Llama")
+    check_refusal(run("--model", str(tmp_path), "--port", "0"), "XLNet", "Llama")
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"hidden_activation": "gelu"},
         "hidden_activation in config.json is 'gelu', but it must be the same function",
     ),
-    ("gemma2", {"hidden_activation": "relu"}, "hidden_activation in config.json is 'relu'; supported are"),
+    ("gemma2", {"hidden_activation": "mish"}, "hidden_activation in config.json is 'mish'; supported are"),
     ("gemma3n", {"hidden_activation": "gelu"}, "hidden_activation in config.json is 'gelu'"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0, but it must be a positive number"),
     ("lfm2-moe", {"conv_L_cache": 1}, "kernel size is 1, allowed is 2 to 64"),
