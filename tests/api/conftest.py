@@ -161,6 +161,9 @@ class ScriptedStream:
     def prompt_token_count(self) -> int:
         return len(self.prompt_token_ids)
 
+    def await_tools(self, tools: Sequence[str]) -> None:
+        self.awaited_tools = tuple(tools)
+
     async def __aenter__(self) -> ScriptedStream:
         if self._engine.enter_errors:
             error = self._engine.enter_errors.pop(0)

@@ -318,6 +318,16 @@ TABLE: dict[str | None, ErrorKind] = {
     "adapter_failed_in_part": ErrorKind(
         None, None, "some endpoints succeeded and some failed; the status is 502", "see `data`, and retry the rest"
     ),
+    "response_already_completed": ErrorKind(None, None, "steering: the response has ended", "send a new response"),
+    "response_not_active": ErrorKind(
+        None, None, "steering: the response failed or was cancelled", "send a new response"
+    ),
+    "invalid_input": ErrorKind(None, None, "steering: the new items are invalid", "correct them"),
+    "too_many_pending_steers": ErrorKind(None, None, "steering: too many changes wait", "wait until one is applied"),
+    "successor_creation_failed": ErrorKind(
+        None, None, "steering: the response that continues could not begin", "send a new response"
+    ),
+    "steering_not_supported": ErrorKind(None, None, "steering: the response cannot be steered", "see the message"),
     "rate_limit_exceeded": ErrorKind(
         None, None, "in a failed response: OpenAI's name for `overloaded`", "try again later"
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from trioserve.asyncio.scope_stream import ScopeStream
@@ -73,6 +73,14 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
             opened with.
         """
         return self._stream.weight_versions(index)
+
+    def await_tools(self, tools: Sequence[str]) -> None:
+        """Note the tools that the complete response calls, so that the session's next turn is expected after them.
+
+        Args:
+            tools: names of the called tools, at least one.
+        """
+        self._thread.call(lambda: self._stream.await_tools(tools))
 
     def keep_hold(self) -> None:
         """Keep the request's blocks held after the scope ends, until another engine has read the blocks, the request is
