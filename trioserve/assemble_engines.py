@@ -101,7 +101,7 @@ class Engines:
     async def engine(self, name: str) -> AsyncIterator[Engine]:
         """Wait until an engine is open, and keep it open inside of the scope.
 
-        If the caller leaves while the engine is being opened, and nobody else waits for it, the opening is cancelled.
+        If the last caller leaves while the engine is being opened, the opening is cancelled.
 
         Args:
             name: name of the model.
@@ -118,7 +118,7 @@ class Engines:
             yield engine
 
     def load(self, name: str) -> None:
-        """Begin to open an engine, as if somebody waited for it.
+        """Begin to open an engine, as if a caller waited for it.
 
         Args:
             name: name of the model.
@@ -129,7 +129,7 @@ class Engines:
         self._runs.load(name)
 
     def unload(self, name: str) -> None:
-        """Close an engine as soon as nobody uses it.
+        """Close an engine when its last caller has left.
 
         Args:
             name: name of the model.
@@ -169,7 +169,7 @@ async def open_engines(
 ) -> AsyncIterator[Engines]:
     """Offer several engines in the scope of an `async with`, and open each one when the program asks for it.
 
-    Engines that nobody uses are closed when another one needs their memory. See docs/guides/models.md for the rules.
+    Engines without callers are closed when another one needs their memory. See docs/guides/models.md for the rules.
     The exit of the scope closes all engines.
 
     Args:

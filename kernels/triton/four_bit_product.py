@@ -52,7 +52,7 @@ def _unpack(codes, scale, start, IS_MXFP4: tl.constexpr, HAS_MIN: tl.constexpr):
         first = ((half + 63) << 23).to(tl.float32, bitcast=True)
         second = ((scale.to(tl.int32) - half + 63) << 23).to(tl.float32, bitcast=True)
         code = codes.to(tl.int32)
-        # As bits of a float32, a code is its number divided by 2**126. PTX keeps subnormal numbers, such as 2**-127.
+        # A code, read as bits of a float32, is its number divided by 2**126. PTX keeps subnormal numbers, as 2**-127.
         number = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
         return number * 1.7014118346046923e38 * (first * second)
     factor = scale.to(tl.float32)

@@ -32,7 +32,7 @@ async def runs(autojump_clock):
         nursery.cancel_scope.cancel()
 
 
-async def test_task_that_waits_for_a_draining_model_gets_it_when_nobody_needs_its_memory(runs):
+async def test_task_gets_a_draining_model_when_no_other_model_needs_its_memory(runs):
     got = trio.Event()
 
     async def wait_for_a() -> None:

@@ -204,7 +204,7 @@ def test_no_prefetch_while_a_request_waits(served):
 
 
 def test_a_request_that_lacks_blocks_cancels_the_prefetch(served):
-    served.turn([*prompt(1, 4), 900], "agent")  # Its prefix is cached, and another session has the lost blocks.
+    served.turn([*prompt(1, 4), 900], "agent")  # The cache has its prefix, and another session has the lost blocks.
     served.core.forget_prefixes()
     served.hint("agent")
     served.add(prompt(500, 13))

@@ -449,3 +449,20 @@ def test_stream_that_must_wait_for_checks_of_endpoints_loses_its_next_lease(make
     assert (ticket.state, leases(router)) == (TicketState.WAITING, {"a": 0, "b": 0})
     report_well(router, "a", "a")
     assert ticket.state is TicketState.LEASED
+
+
+def test_stream_of_a_hosted_model_waits_for_its_next_load_if_its_endpoint_was_drained_first(make_router):
+    router = make_router()
+    router.core.host(["m"])
+    waiting = router.enter()
+    assert waiting.state is TicketState.WAITING
+    a = router.endpoint("a")
+    router.core.sent(waiting)
+    router.core.first_token(waiting, router.now)
+    router.core.drain_endpoint(a, router.now)
+    assert break_off(router, waiting)
+    assert (waiting.state, waiting.refusal) == (TicketState.WAITING, None)
+    router.endpoint("b")
+    assert (waiting.state, waiting.endpoint) == (TicketState.LEASED, "b")
+    router.leave(waiting)
+    assert router.gone == ["a"]

@@ -370,7 +370,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             else:
                 matrices[f"{layer}.input"] = (part(recurrent.projected_size, hidden, f"{layer}.in_proj.weight"),)
             if isinstance(recurrent, SelectiveScanConfig):
-                # These matrices define the decay of a state, so they are not quantized.
+                # Quantization would change the decay of a state, which these matrices define.
                 for name, rows, columns in (
                     ("selection", sum(recurrent.selected_sizes), recurrent.channel_count),
                     ("time_step", recurrent.channel_count, recurrent.rank),

@@ -219,7 +219,8 @@ NFC_SHRINKS_AT_MOST = 4  # Largest factor by which NFC shortens a text, in UTF-8
 
 _BYTES_OUTSIDE_UTF8 = bytes([0xC0, 0xC1, *range(0xF5, 0x100)])
 
-# These splitting steps keep every character. Split and Punctuation keep separators unless their behavior is "Removed".
+# The detokenizer accepts these splitting steps, which keep every character. Split and Punctuation keep separators
+# unless their behavior is "Removed".
 _KEEPING_CUTS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Split", "Punctuation"})
 
 
