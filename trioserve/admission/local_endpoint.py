@@ -7,6 +7,7 @@ from typing import Any
 
 from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.settings import AdmissionSettings
+from trioserve.contracts.audio import AudioPrompt
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt
@@ -23,6 +24,7 @@ LOCAL_MODEL = "local"
 # Number of requests that are tokenized before the batch has space for them, so that a free batch slot is used at once.
 WAITING_DEPTH_MAX = 4
 TOKEN_CHARACTERS = 4  # Average number of characters per token of English text.
+AUDIO_TOKENS = 1500  # Positions that half a minute of sound takes in Whisper.
 # Estimate for one image: a thousand tokens, as for twelve tiles and the whole image in small models.
 IMAGE_CHARACTERS = 4000
 
@@ -89,6 +91,8 @@ def _token_count(prompt: PoolingInput) -> int:
         return sum(map(_character_count, prompt.messages)) // TOKEN_CHARACTERS + 1
     if isinstance(prompt, str):
         return len(prompt) // TOKEN_CHARACTERS + 1
+    if isinstance(prompt, AudioPrompt):
+        return AUDIO_TOKENS + len(prompt.token_ids)
     return len(prompt)
 
 

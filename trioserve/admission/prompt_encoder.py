@@ -16,6 +16,7 @@ import msgspec
 
 from trioserve.admission.text_threads import LONG_CHARACTERS_MAX, TextRunner
 from trioserve.contracts.arguments import refuse, shown
+from trioserve.contracts.audio import AudioProcessing, AudioPrompt
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
@@ -26,7 +27,7 @@ from trioserve.text.tokenizer import EncodedInput, Tokenizer
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.vision.image_prompt import ImageReader, ImageSource, PromptImage, split_images
 
-__all__ = ["NO_IMAGES", "EncodedPrompt", "PromptEncoder"]
+__all__ = ["NO_AUDIO", "NO_IMAGES", "EncodedPrompt", "PromptEncoder"]
 
 # Work is measured in characters. One character takes about a microsecond.
 # This much work takes less than a millisecond. More work in the event loop would delay every request.
@@ -38,6 +39,7 @@ CHAT_VALUES_MAX = 8192
 LONGEST = LONG_CHARACTERS_MAX + 1
 IMAGE_CHARACTERS = 2000  # The work of an image, in characters, in addition to the work of its bytes.
 IMAGE_BYTES_PER_CHARACTER = 200  # Number of image bytes that are decoded in a microsecond.
+NO_AUDIO = "this model accepts only text, and the prompt is sound: send text"
 NO_IMAGES = "is an image, and this model accepts only text: send text"
 INPUT_CHARACTERS = 30  # The smallest work of one input in a list of inputs.
 # The work of one piece of many inputs. If the caller is cancelled, the piece still occupies the thread.
@@ -47,15 +49,17 @@ T = TypeVar("T")
 
 
 class EncodedPrompt(NamedTuple):
-    """Token ids of a prompt, and its images.
+    """Token ids of a prompt, and its images or its sound.
 
     Attributes:
         token_ids: The tokens.
         images: Images in the order of the prompt. Their embeddings are not computed yet.
+        audio: Sound at the start of the prompt, which is not encoded yet. None without sound.
     """
 
     token_ids: list[int]
     images: tuple[PromptImage, ...] = ()
+    audio: AudioPrompt | None = None
 
 
 class PromptEncoder:
@@ -74,6 +78,7 @@ class PromptEncoder:
             common format.
         images: Reads the images of chats. None if the model takes no images.
         media: Fetches images by URL. None if this is not allowed.
+        audio: How the model hears. None if the model takes no sound.
     """
 
     def __init__(
@@ -86,8 +91,10 @@ class PromptEncoder:
         tool_family: str | None = None,
         images: ImageReader | None = None,
         media: MediaFetcher | None = None,
+        audio: AudioProcessing | None = None,
     ) -> None:
         self._images = images
+        self._audio = audio
         self._media = media
         self._tokenizer = tokenizer
         self._texts = texts
@@ -122,12 +129,12 @@ class PromptEncoder:
     async def encode_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None
     ) -> EncodedPrompt:
-        """Return the token ids and images of a prompt. If the caller is cancelled, it returns at once.
+        """Return the token ids, images and sound of a prompt. If the caller is cancelled, it returns at once.
 
         Only the headers of images are read. Damage after the header is detected later, when the image is decoded.
 
         Args:
-            prompt: Text, token ids or a chat.
+            prompt: Text, token ids, a chat, or sound.
             add_special_tokens: See `encode`.
             cut: See `encode`. Not allowed with images.
 
@@ -135,6 +142,8 @@ class PromptEncoder:
             InvalidRequest: the prompt is not valid.
             ContextTooLong: the prompt cannot fit into the model's context.
         """
+        if isinstance(prompt, AudioPrompt):
+            return self._encode_audio(prompt)
         if isinstance(prompt, ChatPrompt):
             messages, sources = split_images(prompt.messages)
             if sources:
@@ -146,7 +155,30 @@ class PromptEncoder:
                 return await self.run(lambda: self._encode_with_images(marked, sources, reader), size=size)
         return EncodedPrompt(await self._encode_texts(prompt, add_special_tokens=add_special_tokens, cut=cut))
 
-    async def _encode_texts(self, prompt: Prompt, *, add_special_tokens: bool, cut: Cut | None) -> list[int]:
+    def _encode_audio(self, prompt: AudioPrompt) -> EncodedPrompt:
+        """Return the tokens of the decoder after one placeholder for each position of the sound."""
+        audio = self._audio
+        if audio is None:
+            raise InvalidRequest(NO_AUDIO, param="prompt")
+        size, allowed = memoryview(prompt.features).nbytes, 4 * audio.mel_bins * audio.frame_count  # type: ignore[arg-type]
+        if size != allowed:
+            raise InvalidRequest(
+                f"the features have {size} bytes, this model's have {allowed}: float32 [{audio.mel_bins}, "
+                f"{audio.frame_count}]",
+                param="prompt",
+            )
+        token_ids = self._checked(prompt.token_ids)
+        if len(token_ids) >= audio.tokens_max:
+            raise ContextTooLong(
+                f"This model's maximum context length is {audio.tokens_max} tokens besides the sound, with at least "
+                f"one of response, and the prompt has {len(token_ids)} tokens: shorten it",
+                param="prompt",
+            )
+        return EncodedPrompt([audio.start_id] * audio.prompt_positions + token_ids, audio=prompt)
+
+    async def _encode_texts(
+        self, prompt: str | Sequence[int] | ChatPrompt, *, add_special_tokens: bool, cut: Cut | None
+    ) -> list[int]:
         if cut is not None:
             [encoded] = await self.encode_inputs(
                 [prompt], name_of=lambda _: "prompt", add_special_tokens=add_special_tokens, cut=cut
@@ -240,6 +272,8 @@ class PromptEncoder:
                 for text in (first, second or "") if cut is None else ():
                     self._check_length(text, param=name)
                 return self._tokenizer.encode_input(first, second, add_special_tokens=add_special_tokens, cut=cut)
+            if isinstance(one, AudioPrompt):
+                raise InvalidRequest("sound is transcribed, and no vector is computed from it: send text", param=name)
             return _cut_ids(self._checked(one), cut)
         except InvalidRequest as error:
             raise type(error)(f"{name}: {error}", param=name) from error
@@ -328,6 +362,8 @@ def _cut_ids(token_ids: list[int], cut: Cut | None) -> EncodedInput:
 
 
 def _input_size(one: PoolingInput) -> int:
+    if isinstance(one, AudioPrompt):
+        return len(one.token_ids)
     if isinstance(one, TextPair):
         return len(one.first) + len(one.second)
     if isinstance(one, LabelledPrompt):

@@ -139,8 +139,9 @@ STRUCTURED_NAMES = (
 )
 """Names of structured output in various APIs."""
 
-# Bodies have other fields for the first three. Clients send the last one with its default, which has no effect.
-_NOT_IN_BODIES = {"clamp_max_tokens", "structured", "thinking", "skip_special_tokens"}
+# Bodies have other fields for the first three, and no field for rules of speech. Clients send the last one with its
+# default, which has no effect.
+_NOT_IN_BODIES = {"clamp_max_tokens", "structured", "thinking", "speech", "skip_special_tokens"}
 SAMPLING_NAMES = (
     *(name for name in SamplingParams.__struct_fields__ if name not in _NOT_IN_BODIES),
     *("max_completion_tokens", "n_predict", "max_new_tokens", "repeat_penalty", "echo", "suffix", "chat_template"),

@@ -1,4 +1,4 @@
-"""Types of prompts: text, token ids, and chats."""
+"""Types of prompts: text, token ids, chats, and sound."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+
+from trioserve.contracts.audio import AudioPrompt
 
 __all__ = ["ChatPrompt", "Cut", "Prompt"]
 
@@ -31,7 +33,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     template_arguments: dict[str, Any] = {}
 
 
-Prompt = str | Sequence[int] | ChatPrompt
+Prompt = str | Sequence[int] | ChatPrompt | AudioPrompt
 """For text and chats, the tokenizer or the template adds special tokens. Token ids are used unchanged."""
 
 

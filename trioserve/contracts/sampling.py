@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from trioserve.contracts.arguments import check_count, refuse, shown, to_bool, to_float, to_int, to_items, to_str
+from trioserve.contracts.audio import SpeechRules
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import StructuredOutput
 
@@ -178,6 +179,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         bad_words: Texts that the output must not contain. Each text is tokenized alone, with and without a space before
             it, and these token sequences are not sampled.
         thinking: Markers and budget of the reasoning.
+        speech: Rules for the tokens of a transcript, for a model that hears. None for a text.
 
     Raises:
         InvalidRequest: a value has a wrong type or is out of range. Names the field.
@@ -207,6 +209,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     thinking: Thinking | None = None
+    speech: SpeechRules | None = None
 
     def __post_init__(self) -> None:
         for name, default, convert in _TYPES:
@@ -253,14 +256,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 _NOT_CHOOSING = frozenset(
     {
         *("n", "seed", "max_tokens", "clamp_max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output"),
-        *("ignore_eos", "skip_special_tokens", "structured", "allowed_token_ids", "bad_words", "thinking"),
+        *("ignore_eos", "skip_special_tokens", "structured", "allowed_token_ids", "bad_words", "thinking", "speech"),
     }
 )
 CHOOSING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name not in _NOT_CHOOSING)
 """Fields that a sampler reads to choose a token or to report log probabilities. A new field counts as one of them.
 
 The other fields end the output, shape its text, or reach the sampler in another form: as a seed, as stop token ids, or
-as a token mask.
+as a token mask. Rules of speech need a model that hears, which one process computes.
 """
 
 
@@ -313,6 +316,7 @@ _BY_TYPE: dict[str, Callable[[str, object], object]] = {
     "tuple[int, ...] | None": _to_allowed,
     "StructuredOutput | None": _instance(StructuredOutput),
     "Thinking | None": _instance(Thinking),
+    "SpeechRules | None": _instance(SpeechRules),
     "dict[int, float] | None": _to_logit_bias,
 }
 _TYPES = [

@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from trioserve.contracts.audio import AudioProcessing
 from trioserve.contracts.images import ImageProcessing
 from trioserve.contracts.pooling import PoolingMethod, PoolingParams
 
@@ -64,7 +65,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         executor: short description of the computing backend, for humans. None: unknown.
         family: model family of the checkpoint, such as "llama". None: unknown.
         weight_bytes: size of the stored weights. 0: unknown.
-        images: image format that the model expects in chats. None: the model reads text only.
+        images: image format that the model expects in chats. None: the model reads no images.
+        audio: how the model hears, for a model that transcribes speech. None: the model hears nothing.
     """
 
     served_names: tuple[str, ...]
@@ -81,6 +83,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     family: str | None = None
     weight_bytes: int = 0
     images: ImageProcessing | None = None
+    audio: AudioProcessing | None = None
 
     def fingerprint_with(self, adapter_digest: str | None) -> str | None:
         """Return the fingerprint of responses that a model computes with an adapter.

@@ -14,6 +14,7 @@ import trio
 from trioserve.admission.local_endpoint import local_request
 from trioserve.admission.prompt_encoder import EncodedPrompt, PromptEncoder
 from trioserve.contracts.adapter import AdapterRef, adapter_salt
+from trioserve.contracts.audio import AudioPrompt
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.events import FinishReason, Phase, TokenLogprob
@@ -186,9 +187,10 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.prompt = prompt
         self.prompt_token_ids: tuple[int, ...] = ()
         self.images: tuple[PromptImage, ...] = ()
+        self.audio: AudioPrompt | None = None
         self.output_claim: OutputClaim | None = None
         self.given: tuple[GivenRows, ...] = ()
-        self._image_names: tuple[bytes, ...] = ()
+        self._media_names: tuple[bytes, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.guides: PreparedGuides | None = None
         self.is_reasoning_ended_early = resume is not None and resume.end_thinking
@@ -234,18 +236,21 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         )
 
     def take_encoded(self, encoded: EncodedPrompt) -> None:
-        """Store the tokens and the images of the prompt.
+        """Store the tokens, the images and the sound of the prompt.
 
         Args:
             encoded: the prompt.
         """
         self.prompt_token_ids = tuple(encoded.token_ids)
         self.images = encoded.images
-        self._image_names = tuple(one.image.digest for one in encoded.images)
+        self.audio = encoded.audio
+        names = [one.image.digest for one in encoded.images]
+        self._media_names = (*names, encoded.audio.digest) if encoded.audio is not None else tuple(names)
 
     def forget_files(self) -> None:
-        """Drop the image files to save memory, because the images are already encoded."""
+        """Drop the image files and the sound to save memory, because they are already encoded."""
         self.images = ()
+        self.audio = None
 
     @property
     def prompt_token_count(self) -> int:
@@ -352,7 +357,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         """
         if not self.prompt_token_ids:
             return None
-        digest = digest_of(self.prompt_token_ids, self._image_names)
+        digest = digest_of(self.prompt_token_ids, self._media_names)
         return digest if self.adapter_digest is None else f"{digest}.{self.adapter_digest}"
 
     @property

@@ -8,8 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
-from trioserve.admission.prompt_encoder import NO_IMAGES
+from trioserve.admission.prompt_encoder import NO_AUDIO, NO_IMAGES
 from trioserve.contracts.arguments import check_flags, check_texts, is_list, refuse, to_str
+from trioserve.contracts.audio import AudioPrompt
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest, ResumeMismatch
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import EngineRole
@@ -60,6 +61,7 @@ class RequestPreparation:
         """
         self._check_vocabulary(request.sampling)
         self._check_images(request)
+        self._check_audio(request)
         self._check_kv_transfer(request)
         if request.resume is not None:
             checked_resume(
@@ -209,6 +211,19 @@ class RequestPreparation:
             if sources:
                 raise InvalidRequest(f"{sources[0].place} {NO_IMAGES}", param=sources[0].place)
 
+    def _check_audio(self, request: OpenRequest) -> None:
+        audio, hears = self._model.audio, isinstance(request.prompt, AudioPrompt)
+        if audio is None and hears:
+            raise InvalidRequest(NO_AUDIO, param="prompt")
+        if audio is not None and not hears:
+            raise InvalidRequest(
+                f"{self._model.name} transcribes speech, and this is text: send sound to /v1/audio/transcriptions",
+                param="prompt",
+            )
+        speech = request.sampling.speech
+        if speech is not None and (audio is None or speech.end_id != audio.end_id):
+            raise InvalidRequest(f"speech has rules that are not those of {self._model.name}", param="speech")
+
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self._model.vocab_size
         for param, token_ids in (
@@ -280,6 +295,8 @@ def checked_prompt(prompt: object) -> Prompt:
         return prompt
     if isinstance(prompt, ChatPrompt):
         _check_chat(prompt)
+        return prompt
+    if isinstance(prompt, AudioPrompt):
         return prompt
     if not is_list(prompt):
         refuse("prompt", prompt, "a text (str), a ChatPrompt, or a list of token ids (int)")

@@ -297,6 +297,7 @@ class TextWork:
             tool_family=self.families.tool_family,
             images=self._image_reader,
             media=media,
+            audio=model.audio,
         )
 
     def _trace(self, request: OpenRequest) -> RequestTrace:
