@@ -78,7 +78,7 @@ class Timed:
         for _ in range(6 if decode_count else 0):
             self.step()
 
-    def add(self, name: str, prompt: range, output_tokens_max: int = 1) -> None:
+    def add(self, name: str, prompt: range, output_tokens_max: int = 1, priority: int = 0) -> None:
         self.core.add(
             EngineRequest(
                 id=RequestId(name),
@@ -87,6 +87,7 @@ class Timed:
                 sampling=SamplingParams(),
                 stop_token_ids=frozenset(),
                 seed=0,
+                priority=priority,
             )
         )
 
@@ -295,6 +296,18 @@ def test_first_prompt_gets_half_beside_shorter_prompts():
         total += sum(count for count in counts.values() if count > 1)
     timed.leave()
     assert own >= 0.45 * total
+
+
+def test_first_prompt_in_order_continues_first_without_decodes():
+    """The urgent prompt starts later, beside a decode, which then ends."""
+    timed = Timed(Costs(), 1)
+    timed.add("wide", range(10_000, 42_000), priority=1)
+    timed.step()
+    timed.add("urgent", range(50_000, 82_000))
+    timed.step()
+    timed.core.abort([RequestId("d0")], now=timed.now)
+    assert [timed.chunk_counts() for _ in range(3)] == [{"urgent": 512}] * 3
+    timed.leave()
 
 
 def test_prompt_starts_with_one_token_if_no_tokens_are_left():

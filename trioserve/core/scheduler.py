@@ -331,8 +331,11 @@ class Scheduler:
         if len(decodes) == len(running):
             return decodes
         prompts = [live for live in running if len(live.tokens) - live.computed_count != 1]
-        if decodes and len(prompts) > 1:
-            prompts.sort(key=lambda live: (len(live.tokens) - live.computed_count, live.order))
+        if len(prompts) > 1:
+            if decodes:
+                prompts.sort(key=lambda live: (len(live.tokens) - live.computed_count, live.order))
+            elif not self._settings.steps_apart:  # Otherwise, _rotate_running determines the order.
+                prompts.sort(key=lambda live: live.order)
         return decodes + prompts
 
     def _due_behind(self, ends: Mapping[RequestId, int]) -> list[tuple[LiveRequest, int]]:
@@ -360,8 +363,11 @@ class Scheduler:
                     continue
                 due_count = 1  # The step in flight samples this token.
             (decodes if due_count == 1 else others).append((live, due_count))
-        if decodes and len(others) > 1:
-            others.sort(key=lambda other: (other[1], other[0].order))
+        if len(others) > 1:
+            if decodes:
+                others.sort(key=lambda other: (other[1], other[0].order))
+            elif not self._settings.steps_apart:
+                others.sort(key=lambda other: other[0].order)
         return decodes + others
 
     def _running_count_max(self) -> int:

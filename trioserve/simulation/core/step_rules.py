@@ -297,7 +297,10 @@ def _check_waits_have_reasons(
             return  # A prompt that must be computed whole blocks the queue until a step has enough tokens left.
         if not _is_ready(entry) and block_count(core, entry) > core.pool.available_count:
             unfit_count += 1
-            assert not core.prefetches.loading, f"{entry.request.id} lacks blocks, but a prefetch keeps some"
+            awaits_kv = entry in passed_over
+            assert awaits_kv or not core.prefetches.loading, (
+                f"{entry.request.id} lacks blocks, but a prefetch keeps some"
+            )
             is_held = entry.cached_count is not None or entry.overtaken_count_max >= core.settings.overtakes_max
             if is_held or not may_overtake or unfit_count > core.settings.max_num_seqs:
                 return
