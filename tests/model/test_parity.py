@@ -75,6 +75,7 @@ KINDS = (
     "stablelm-parallel",
     "nemotron",
     "arcee",
+    "jais2",
     "persimmon",
     "apertus",
     "gpt2",

@@ -325,6 +325,7 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "layer_norm_eps": 1e-3}),
     "nemotron": ("nemotron", {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "norm_eps": 1e-3}),
+    "jais2": ("jais2", {"head_dim": 32, "layer_norm_eps": 1e-3}),
     "arcee": ("arcee", {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3_ROPE}),
     "apertus": ("apertus", {"head_dim": 32, "attention_bias": True, "rope_parameters": _LLAMA3_ROPE}),
     "gpt2": ("gpt2", {"n_inner": 96, "layer_norm_epsilon": 1e-3}),

@@ -153,6 +153,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         family: name of a Family, see families/registry.py.
         norm: "rms", or LayerNorm: "layer" has weights, "layer_biased" has weights and biases, "layer_bare" has neither.
         has_head_bias: the output projection to logits has a bias.
+        has_unit_head: rows of the output projection are scaled to length 1 when they are read from the checkpoint.
         embedding_scale: factor of embeddings.
         position_first: row of the first position in a table of learned position embeddings, which are added to the
             embeddings of tokens. None: there is no such table.
@@ -178,6 +179,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm: NormKind = "rms"
     norm_eps: float
     has_head_bias: bool = False
+    has_unit_head: bool = False
     embedding_scale: float = 1.0
     position_first: int | None = None
     has_embedding_norm: bool = False

@@ -16,7 +16,7 @@ from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import ExpertsConfig, LatentAttentionConfig, LayerConfig, MlpConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "GLM4_MOE_LITE", "MINICPM3", "DOTS1"]
+__all__ = ["DEEPSEEK", "DEEPSEEK_V2", "DEEPSEEK_V3", "DOTS1", "GLM4_MOE_LITE", "MINICPM", "MINICPM3", "SARVAM_MLA"]
 
 
 def _attention(fields: ModelFields) -> LatentAttentionConfig:
@@ -31,14 +31,22 @@ def _attention(fields: ModelFields) -> LatentAttentionConfig:
         raise fields.wrong("num_key_value_heads", f"{head_count} with latent attention")
     value = fields.whole_or("v_head_dim", fields.whole("hidden_size") // max(head_count, 1))
     # transformers computes the rotation angles from head_dim. Other programs write a different size into this field.
-    found = fields.whole_or("head_dim", rotated)
-    if found not in (rotated, plain + rotated, plain, value, fields.whole("hidden_size") // max(head_count, 1)):
+    found, latent = fields.whole_or("head_dim", rotated), fields.whole("kv_lora_rank")
+    usual = (
+        rotated,
+        latent + rotated,
+        plain + rotated,
+        plain,
+        value,
+        fields.whole("hidden_size") // max(head_count, 1),
+    )
+    if found not in usual:
         raise fields.wrong("head_dim", f"{rotated} as qk_rope_head_dim, or left out")
     factor = fields.latent_score_factor()
     return LatentAttentionConfig(
         head_count=head_count,
         query_rank=fields.whole_or("q_lora_rank", None) or None,
-        latent_dim=fields.whole("kv_lora_rank"),
+        latent_dim=latent,
         plain_dim=plain,
         turned_dim=rotated,
         value_dim=value,
@@ -73,6 +81,34 @@ def _described(
         raise fields.wrong("rope_interleave", "true for this family")
     attention = _attention(fields)
     return fields.described(family, [LayerConfig(attention=attention, mlp=mlp) for mlp in mlps], **choices)
+
+
+def _describe_v1(fields: ModelFields) -> ModelConfig:
+    """Describe DeepSeek-MoE of 2024: attention of a Llama, and experts that are not in groups."""
+    has_bias = fields.flag_or("attention_bias", False)
+    attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias)
+    mlps = fields.routed_mlps("softmax")
+    return fields.described("deepseek", [LayerConfig(attention=attention, mlp=mlp) for mlp in mlps])
+
+
+def _describe_sarvam(fields: ModelFields) -> ModelConfig:
+    return _described(fields, "sarvam_mla", fields.routed_by_sigmoid())
+
+
+def _describe_minicpm(fields: ModelFields) -> ModelConfig:
+    """Describe MiniCPM 1 and 2: a Llama with factors on embeddings, residual sums and logits."""
+    layer = LayerConfig(
+        attention=fields.attention(),
+        mlp=fields.mlp(),
+        residual_scale=fields.number("scale_depth") / math.sqrt(fields.layer_count),
+    )
+    return fields.described(
+        "minicpm",
+        (layer,) * fields.layer_count,
+        embedding_scale=fields.number("scale_emb"),
+        logit_scale=fields.number("dim_model_base") / max(fields.whole("hidden_size"), 1),
+        tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
+    )
 
 
 def _describe_minicpm3(fields: ModelFields) -> ModelConfig:
@@ -144,6 +180,35 @@ GLM4_MOE_LITE = Family(
     notes=("qk_head_dim",),
     describe=_describe_glm,
     transformers=Naming(modules=SHARED_EXPERTS, pairs_adjacent=True),
+)
+SARVAM_MLA = Family(
+    name="sarvam_mla",
+    classes=("SarvamMLAForCausalLM",),
+    model_type="sarvam_mla",
+    spellings={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+    defaults={
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    notes=("q_head_dim", "qk_head_dim"),
+    describe=_describe_sarvam,
+    transformers=DEEPSEEK_V3.transformers,
+)
+DEEPSEEK = Family(
+    name="deepseek",
+    classes=("DeepseekForCausalLM",),
+    model_type="deepseek",
+    describe=_describe_v1,
+    transformers=Naming(modules=SHARED_EXPERTS),
+)
+MINICPM = Family(
+    name="minicpm",
+    classes=("MiniCPMForCausalLM",),
+    model_type="minicpm",
+    describe=_describe_minicpm,
 )
 MINICPM3 = Family(
     name="minicpm3",

@@ -87,7 +87,7 @@ EXAONE4 = Family(
 )
 EXAONE_MOE = Family(
     name="exaone_moe",
-    classes=("ExaoneMoeForCausalLM",),
+    classes=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
     model_type="exaone_moe",
     spellings={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
     defaults={

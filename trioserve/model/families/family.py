@@ -105,10 +105,11 @@ class Family:
     def headless_classes(self) -> tuple[str, ...]:
         """Class names that transformers writes for models without an output head, which compute only embeddings."""
         names = (name.removesuffix("ForCausalLM") for name in self.classes)
-        return tuple(
+        headless = (
             f"{name}TextModel" if f"{name}ForConditionalGeneration" in self.with_images else f"{name}Model"
             for name in names
         )
+        return tuple(name for name in headless if name not in self.classes)
 
     def with_defaults(self, config: Mapping[str, object]) -> dict[str, object]:
         """Add the family's defaults to a config.json.
@@ -189,6 +190,7 @@ MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "num_local_experts": (0, 1),
     "num_shared_experts": (0,),
     "parallel_attn": (False,),
+    "param_sink_number": (0,),
     "partial_rotary_factor": (1, 1.0),
     "qk_layernorm": (False,),
     "qk_norm": (False,),

@@ -267,9 +267,15 @@ _FALCON_MODULES = {
 }
 FALCON = Family(
     name="falcon",
-    classes=("FalconForCausalLM",),
+    classes=("FalconForCausalLM", "RWForCausalLM"),
     model_type="falcon",
-    spellings={"hidden_act": "activation", "layer_norm_eps": "layer_norm_epsilon"},
+    spellings={
+        "hidden_act": "activation",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "num_kv_heads": "n_head_kv",
+    },
     notes=("multi_query", "num_kv_heads", "parallel_attn", "rope_parameters"),
     describe=_describe_falcon,
     transformers=Naming(layers="transformer.h", modules=_FALCON_MODULES, grouped=_QKV),

@@ -12,7 +12,7 @@ from trioserve.model.families.model_fields import ModelFields, windowed_layers
 from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, QkNorm
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["APERTUS", "ARCEE", "GPT_NEOX", "NEMOTRON", "PERSIMMON", "PHI", "STABLELM", "STARCODER2"]
+__all__ = ["APERTUS", "ARCEE", "GPT_NEOX", "JAIS2", "NEMOTRON", "PERSIMMON", "PHI", "STABLELM", "STARCODER2"]
 
 
 def _attention(fields: ModelFields, rotated_part: float = 1.0, **choices: Any) -> AttentionConfig:
@@ -183,6 +183,24 @@ NEMOTRON = Family(
 )
 
 
+def _describe_jais2(fields: ModelFields) -> ModelConfig:
+    """Describe Jais 2: a Llama with LayerNorm and biases, whose MLP has no gate and squares relu."""
+    has_bias = fields.flag_or("attention_bias", True)
+    layer = LayerConfig(
+        attention=fields.attention(has_bias=has_bias, has_output_bias=has_bias),
+        mlp=fields.plain_mlp("relu2", has_bias=fields.flag_or("mlp_bias", True)),
+    )
+    return _described(fields, "jais2", layer)
+
+
+JAIS2 = Family(
+    name="jais2",
+    classes=("Jais2ForCausalLM",),
+    model_type="jais2",
+    describe=_describe_jais2,
+)
+
+
 def _describe_arcee(fields: ModelFields) -> ModelConfig:
     """Describe Arcee (AFM): a Llama whose MLP has no gate and squares relu."""
     has_bias = fields.flag_or("attention_bias", False)
@@ -249,8 +267,9 @@ def _describe_stablelm(fields: ModelFields) -> ModelConfig:
 
 STABLELM = Family(
     name="stablelm",
-    classes=("StableLmForCausalLM",),
+    classes=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
     model_type="stablelm",
+    spellings={"layer_norm_eps": "norm_eps", "partial_rotary_factor": "rope_pct"},
     defaults={"num_key_value_heads": 32},
     describe=_describe_stablelm,
     gguf=GgufNaming(architecture="stablelm"),

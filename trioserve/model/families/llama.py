@@ -11,7 +11,8 @@ __all__ = ["LLAMA", "CWM", "ERNIE45", "ERNIE45_MOE", "HELIUM", "INTERNLM3", "SEE
 
 
 def _describe_llama(fields: ModelFields) -> ModelConfig:
-    has_bias = fields.flag_or("attention_bias", False)
+    # InternLM 1 and Pangu Embedded call this field `bias`.
+    has_bias = fields.flag_or("attention_bias", fields.flag_or("bias", False))
     has_output_bias = fields.flag_or("attention_output_bias", has_bias)
     attention = fields.attention(has_bias=has_bias, has_output_bias=has_output_bias)
     mlp = fields.mlp(has_bias=fields.flag_or("mlp_bias", False))
@@ -22,7 +23,11 @@ def _describe_llama(fields: ModelFields) -> ModelConfig:
 
 LLAMA = Family(
     name="llama",
-    classes=("LlamaForCausalLM",),
+    # transformers computes all these classes as Llamas, some with code of the checkpoint's authors.
+    classes=(
+        *("LlamaForCausalLM", "LLaMAForCausalLM", "AquilaForCausalLM", "AquilaModel", "InternLMForCausalLM"),
+        *("IQuestCoderForCausalLM", "PanguEmbeddedForCausalLM", "XverseForCausalLM"),
+    ),
     model_type="llama",
     notes=("is_llama_config", "perceiver_config", "pixel_shuffle_factor"),
     describe=_describe_llama,

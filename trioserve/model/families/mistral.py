@@ -36,7 +36,7 @@ def _described(fields: ModelFields, family: str, temperature: Temperature | None
 
 MISTRAL = Family(
     name="mistral",
-    classes=("MistralForCausalLM", "MinistralForCausalLM"),
+    classes=("MistralForCausalLM", "MinistralForCausalLM", "GritLM"),
     model_type="mistral",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     describe=_describe,

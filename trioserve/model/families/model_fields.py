@@ -366,16 +366,17 @@ class ModelFields(Fields):
             raise self.wrong("mlp_layer_types", f"a list of {self.layer_count} times 'dense' or 'sparse'")
         return [kind == "sparse" for kind in kinds]
 
-    def routed_by_sigmoid(self, dense_count: int = 0) -> list[MlpConfig | ExpertsConfig]:
+    def routed_by_sigmoid(self, dense_count: int = 0, **choices: Any) -> list[MlpConfig | ExpertsConfig]:
         """Return the MLP of each layer, with DeepSeek-V3's router: sigmoid scores with a bias, and groups of experts.
 
         Args:
             dense_count: number of dense layers if the file does not contain it.
+            choices: further fields of ExpertsConfig.
         """
         if (method := self.text_or("topk_method", "noaux_tc")) != "noaux_tc":
             raise self.wrong("topk_method", f"'noaux_tc' for this family, and not {method!r}")
         leaders = 2 if self.whole_or("n_group", 1) > 1 else 1
-        return self.routed_mlps("sigmoid", dense_count, has_score_bias=True, group_leaders=leaders)
+        return self.routed_mlps("sigmoid", dense_count, **{"has_score_bias": True, "group_leaders": leaders, **choices})
 
     def activation(self, *names: str, default: str) -> Activation:
         """Read an activation function.

@@ -41,7 +41,7 @@ def _described(fields: ModelFields, family: str, attention: AttentionConfig) -> 
 
 QWEN2 = Family(
     name="qwen2",
-    classes=("Qwen2ForCausalLM",),
+    classes=("Qwen2ForCausalLM", "MiMoForCausalLM"),
     model_type="qwen2",
     defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     describe=_describe_qwen2,

@@ -8,14 +8,33 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.afmoe import AFMOE
 from trioserve.model.families.alibi import BLOOM, MPT
 from trioserve.model.families.cohere import COHERE, COHERE2, COHERE2_MOE
-from trioserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3
+from trioserve.model.families.deepseek import (
+    DEEPSEEK,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DOTS1,
+    GLM4_MOE_LITE,
+    MINICPM,
+    MINICPM3,
+    SARVAM_MLA,
+)
 from trioserve.model.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N
 from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from trioserve.model.families.gpt2 import CODEGEN, FALCON, FALCON_GROUPED, GPT2, GPT_BIGCODE, GPTJ, OPT
-from trioserve.model.families.gpt_neox import APERTUS, ARCEE, GPT_NEOX, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
+from trioserve.model.families.gpt_neox import (
+    APERTUS,
+    ARCEE,
+    GPT_NEOX,
+    JAIS2,
+    NEMOTRON,
+    PERSIMMON,
+    PHI,
+    STABLELM,
+    STARCODER2,
+)
 from trioserve.model.families.gpt_oss import GPT_OSS
 from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, HYPERCLOVAX
 from trioserve.model.families.hunyuan import HY_V3
@@ -31,6 +50,17 @@ from trioserve.model.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HY
 from trioserve.model.families.phi import PHI3
 from trioserve.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN25_VL
 from trioserve.model.families.qwen_next import QWEN3_NEXT, QWEN35, QWEN35_MOE
+from trioserve.model.families.remote_code import (
+    BAICHUAN,
+    BAILING_MOE,
+    BAILING_MOE_V2,
+    CHATGLM,
+    INTERNLM2,
+    ORION,
+    QWEN,
+    SARVAM_MOE,
+    TELEFLM,
+)
 
 __all__ = ["FAMILIES", "family_named", "family_of_class", "family_of_gguf", "family_of_model_type"]
 
@@ -118,6 +148,19 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3,
     GLM4_MOE_LITE,
     MINICPM3,
+    SARVAM_MLA,
+    DEEPSEEK,
+    MINICPM,
+    JAIS2,
+    BAICHUAN,
+    BAILING_MOE,
+    BAILING_MOE_V2,
+    CHATGLM,
+    INTERNLM2,
+    ORION,
+    QWEN,
+    SARVAM_MOE,
+    TELEFLM,
 )
 
 

@@ -56,7 +56,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FURTHER_LAYERS = "mtp."  # In some families, names of prediction layers have this prefix.
+FURTHER_LAYERS = ("mtp.", "model.mtp.", "model.mtp_layers.")  # Prefixes of prediction layers in some families.
 Shape = tuple[int, ...]
 AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
@@ -94,6 +94,7 @@ class TensorPlace:
         transposed_count: the rows consist of this number of matrices, and each is transposed. 0: none is transposed.
         offset: number that is added to the values.
         is_log: the result is -exp of the stored values.
+        is_unit: rows are divided by their length.
         factors: float32, factor of each row of the result.
     """
 
@@ -106,12 +107,13 @@ class TensorPlace:
     transposed_count: int = 0
     offset: float = 0.0
     is_log: bool = False
+    is_unit: bool = False
     factors: npt.NDArray[np.float32] | None = None
 
     @property
     def has_whole_rows(self) -> bool:
         """True if rows of the result are unchanged rows of the file. Quantized blocks can then be used unchanged."""
-        return not self.is_transposed and self.transposed_count == 0 and self.factors is None
+        return not (self.is_transposed or self.transposed_count or self.is_unit) and self.factors is None
 
     @property
     def rows_shape(self) -> Shape:
@@ -121,7 +123,7 @@ class TensorPlace:
     @property
     def is_changed(self) -> bool:
         """True if the result's values differ from the file's values."""
-        return bool(self.offset) or self.is_log or self.factors is not None
+        return bool(self.offset) or self.is_log or self.is_unit or self.factors is not None
 
     @property
     def has_parts(self) -> bool:
@@ -151,6 +153,8 @@ class TensorPlace:
         values = self.multiplied(self.ordered(cast(Float32Array, read("float32")))) + np.float32(self.offset)
         if self.is_log:
             values = -np.exp(values)
+        if self.is_unit:
+            values /= np.maximum(np.linalg.norm(values, axis=1, keepdims=True), np.float32(1e-12))
         result = empty_values(self.shape, wanted)
         convert(values, result)
         return result
@@ -360,7 +364,7 @@ class FurtherLayers:
         Args:
             name: name in the file.
         """
-        is_theirs = name.startswith((*self._prefixes, FURTHER_LAYERS))
+        is_theirs = name.startswith((*self._prefixes, *FURTHER_LAYERS))
         self._tensor_count += is_theirs
         return is_theirs
 
@@ -783,6 +787,8 @@ def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -
     layer, module = path[1] if path[0] == "layers" else None, path[-2]
     if module.endswith("norm") and module != "gate_norm" and path[-1] == "weight" and naming.norm_offset:
         place = replace(place, offset=naming.norm_offset)
+    if name == "lm_head.weight" and config.has_unit_head:
+        place = replace(place, is_unit=True)
     if name.endswith(".state.rates"):
         place = replace(place, is_log=format.has_log_rates)
     for found in config.row_factors:

@@ -180,7 +180,9 @@ class SafetensorsCheckpoint:
     def _ignored(self, name: str) -> bool:
         # Old checkpoints store rotary frequencies, which are computed from the config. Some checkpoints store a tied
         # matrix twice.
-        if name.endswith("rotary_emb.inv_freq") or (name == self._head_name and self.config.tie_word_embeddings):
+        if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")) or (
+            name == self._head_name and self.config.tie_word_embeddings
+        ):
             return True
         # Tensors with a dimension of 0 belong to a shared expert without channels.
         if self._further.has(name) or 0 in self._stored[name].shape:
