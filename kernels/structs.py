@@ -241,7 +241,7 @@ class ModelStruct(ctypes.Structure):
         *((name, _int) for name in ("temperature_interval", "temperature_first")),
         *((name, _float) for name in ("norm_eps", "embedding_scale", "logit_scale", "logit_cap")),
         ("temperature_scale", _float),
-        *((name, _pointer) for name in ("frequencies", "magnitudes", "layers", "embedding")),
+        *((name, _pointer) for name in ("frequencies", "magnitudes", "axes", "layers", "embedding")),
         ("head", MatrixStruct),
         *((name, _pointer) for name in ("norm", "streams", "collectives")),
         *((name, _int) for name in ("vocab_first", "vocab_count")),
@@ -281,6 +281,7 @@ class StepStruct(ctypes.Structure):
         ("given_rows", _pointer),
         ("given_values", _pointer),
         ("given_count", _int),
+        ("positions", _pointer),
     )
 
 

@@ -715,9 +715,11 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
         for (int64_t rotary = 0; rotary < model.rotary_count; rotary++) {
             float* cosines = angles + (rotary * rows_ + row) * 2 * half;
             for (int64_t pair = 0; pair < half; pair++) {
+                const int64_t turned =
+                    step.positions == nullptr ? position : step.positions[row * 3 + model.axes[rotary * half + pair]];
                 // float32 functions of C libraries differ in their results. float64 functions differ too little to matter
                 // after rounding.
-                const double angle = float(position) * model.frequencies[rotary * half + pair];
+                const double angle = float(turned) * model.frequencies[rotary * half + pair];
                 const float magnitude = model.magnitudes[rotary * half + pair];
                 cosines[pair] = float(std::cos(angle)) * magnitude;
                 cosines[half + pair] = float(std::sin(angle)) * magnitude;

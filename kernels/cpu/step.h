@@ -170,6 +170,7 @@ struct Model {
     float norm_eps, embedding_scale, logit_scale, logit_cap, temperature_scale;  // a logit_cap of 0 is none
     const float* frequencies;  // [rotaries][D / 2], radians per token, for D rotated numbers
     const float* magnitudes;   // [rotaries][D / 2], factors of cosine and sine
+    const int32_t* axes;       // [rotaries][D / 2], index of the position that rotates each pair (Step.positions), or null
     const Layer* layers;
     const void* embedding;  // [vocab_count, hidden_size], or null if the head has the same numbers
     Matrix head;
@@ -214,6 +215,7 @@ struct Step {
     const int32_t* given_rows;     // [given], rows with given values instead of embeddings, in any order, without duplicates
     const float* given_values;     // [given, hidden_size]
     int32_t given_count;
+    const int32_t* positions;      // [rows][3], positions that rotate queries and keys. Null: the index in the sequence.
 };
 
 class Engine;

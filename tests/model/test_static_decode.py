@@ -20,6 +20,7 @@ import torch
 from trioserve.bench.inside.adapter_bench import random_adapter
 from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.images import GivenRows
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan
@@ -257,6 +258,41 @@ def test_prompts_beside_decodes_use_steps_of_fixed_shape(
     assert tokens == wanted_tokens
     for got, wanted in zip(logprobs, wanted_logprobs, strict=True):
         assert got == pytest.approx(wanted, abs=1e-5)
+
+
+def test_positions_after_an_image_are_those_of_other_steps(
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    mixed_sizes: list[tuple[int, int]],
+    static_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = torch.randn(6, 64, generator=torch.Generator().manual_seed(1)).numpy()
+    given = (GivenRows(3, 6, bytes(16), values, (2, 3)),)
+
+    def said(given: tuple[GivenRows, ...]) -> list[float]:
+        driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("qwen2.5-vl"), cpu_kernels="torch"))
+        for name in ("a", "b"):
+            driver.add(name, prompt_of(40, 1), SamplingParams(temperature=0.0, logprobs=1), given=given)
+        found = []
+        for counts, drafts in (
+            ({"a": 20}, {}),
+            ({"a": 20, "b": 9}, {}),
+            ({"a": 1, "b": 31}, {}),
+            ({"a": 1, "b": 1}, {"b": (7, 9)}),
+            ({"a": 1, "b": 1}, {}),
+        ):
+            result = driver.step(counts, drafts)
+            found += [entry.logprob for entry in result.logprobs.values()]
+            found += [entry.logprob for entries in result.draft_logprobs.values() for entry in entries]
+        return found
+
+    logprobs = said(given)
+    assert (mixed_sizes, static_sizes) == ([(32, 64)], [4, 2])
+    monkeypatch.undo()
+    assert logprobs == pytest.approx(said(given), abs=1e-5)
+    plain = said((GivenRows(3, 6, bytes(16), values),))
+    assert logprobs != pytest.approx(plain, abs=1e-3)
 
 
 def test_last_token_of_a_prompt_counts_as_a_decode(

@@ -129,12 +129,21 @@ def test_fields_of_a_chunk_are_sent_to_ranks() -> None:
 
 
 def test_only_image_embeddings_inside_of_the_chunk_are_sent() -> None:
-    values = np.arange(24, dtype=np.float32).reshape(4, 6)
-    asked = request(given=(GivenRows(1, 4, b"c" * 16, values),))
-    found = sent(chunk_of(asked, start=3, count=4, tokens=list(PROMPT)))
+    values = np.arange(1, 25, dtype=np.float32).reshape(4, 6)
+    given = (GivenRows(1, 4, b"c" * 16, values), GivenRows(5, 2, b"d" * 16, values[:2]))
+    found = sent(chunk_of(request(given=given), start=3, count=1, tokens=list(PROMPT)))
     (rows,) = found.request.given
-    assert (rows.start, rows.count) == (3, 2)
-    assert np.array_equal(np.frombuffer(rows.values, dtype=np.float32).reshape(2, 6), values[2:4])  # type: ignore[call-overload]
+    assert (rows.start, rows.count, rows.content) == (1, 4, b"c" * 16)
+    received = np.frombuffer(rows.values, dtype=np.float32).reshape(4, 6)  # type: ignore[call-overload]
+    assert np.array_equal(received[2], values[2])
+    assert not received[[0, 1, 3]].any()
+
+
+def test_grids_before_the_chunk_are_sent_without_embeddings() -> None:
+    values = np.ones((4, 6), dtype=np.float32)
+    given = (GivenRows(1, 4, b"c" * 16, values, (2, 2)), GivenRows(6, 2, b"d" * 16, values[:2], (1, 2)))
+    found = sent(chunk_of(request(given=given), start=5, count=1, tokens=list(PROMPT)))
+    assert found.request.given == (GivenRows(1, 4, b"c" * 16, b"", (2, 2)),)
 
 
 def test_fields_of_the_plan_are_sent_to_ranks() -> None:

@@ -23,16 +23,24 @@ class GivenRows(msgspec.Struct, frozen=True):
             across machines.
         values: Buffer of float32 [count, hidden_size]. Its numbers must not change. The buffer is kept as long as a
             request uses it.
+        grid: Rows and columns of the image's tokens, for a model with positions in a grid (see RotaryConfig.axes).
+            Their product is count. None: the tokens have positions like tokens of a text.
     """
 
     start: int
     count: int
     content: bytes
     values: object
+    grid: tuple[int, int] | None = None
 
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def rotary_count(self) -> int:
+        """Return how far the rotary position advances from the first token to the token after the last."""
+        return self.count if self.grid is None else max(self.grid)
 
 
 def rows_material(given: Sequence[GivenRows], start: int, end: int) -> bytes:
@@ -53,6 +61,8 @@ def _overlaps(given: Iterable[GivenRows], start: int, end: int) -> Iterable[byte
     for rows in given:
         if rows.start < end and rows.end > start:
             yield rows.content + struct.pack("<q", rows.start - start)
+            if rows.grid is not None:
+                yield struct.pack("<qq", *rows.grid)
 
 
 class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):

@@ -136,11 +136,14 @@ class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
         theta: base of the frequencies.
         rotated_dims: number of rotated dimensions of each head, an even number. All other dimensions stay unchanged.
         scaling: scaling of the frequencies. None leaves them unchanged.
+        axes: for tokens of images, the position that rotates each pair: 0 for time, 1 for row, 2 for column (M-RoPE,
+            arXiv 2409.12191). Tokens of texts have three equal positions. None: every token has one position.
     """
 
     theta: float
     rotated_dims: int
     scaling: RopeScaling | None = None
+    axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_positive("rope_theta", self.theta)

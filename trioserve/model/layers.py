@@ -460,26 +460,36 @@ class RotaryAngles:
         self._frequencies = torch.cat((plain, plain)).to(device)
         self._magnitudes = torch.cat((magnitudes, magnitudes)).to(device)
         self._signs = torch.cat((-magnitudes, magnitudes)).to(device)
+        axes = None if rotary is None else rotary.axes
+        self._axes = None if axes is None else torch.tensor(axes + axes, device=device)
         self._table: tuple[Tensor, Tensor] | None = None
         if 2 * config.context_tokens_max * head_dim * dtype.itemsize <= ANGLE_TABLE_BYTES_MAX:
-            self._table = self._computed(torch.arange(config.context_tokens_max, device=device))
+            self._table = self._computed(torch.arange(config.context_tokens_max, device=device)[:, None, None])
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine for some positions.
 
         Args:
-            positions: int64 [T], below the model's longest context.
+            positions: int64 [T], below the model's longest context. With axes (see RotaryConfig), also [3, T].
 
         Returns:
             Two tensors [T, 1, head_dim]. The first half of sine is negated.
         """
+        if positions.dim() == 2:
+            assert self._axes is not None, "the model has no positions in a grid"
+            return self._computed(positions.index_select(0, self._axes).T[:, None])
         if self._table is None:
-            return self._computed(positions)
+            return self._computed(positions[:, None, None])
         cos, sin = self._table
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions.to(torch.float32)[:, None, None] * self._frequencies
+        """Compute cosine and sine.
+
+        Args:
+            positions: int64 [T, 1, 1], or [T, 1, head_dim] with a position for each number of a head.
+        """
+        angles = positions.to(torch.float32) * self._frequencies
         if angles.device.type == "cpu":
             # torch's cosine of a number depends slightly on the number's position in a vector. numpy computes in
             # float64, and rounding the result removes such differences.

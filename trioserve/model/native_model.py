@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.events import TokenLogprob
@@ -63,7 +64,7 @@ from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.native_collectives import NativeCallbacks
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.step_model import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
-from trioserve.model.step_rows import StepRows, given_rows, needed_rows, normed, pooled_vector
+from trioserve.model.step_rows import StepRows, given_rows, needed_rows, normed, pooled_vector, rotary_positions
 from trioserve.model.weights import RowsTarget, Slot
 from trioserve_kernels.native import Engine, Library, address, empty_array, int32_array, start_of
 from trioserve_kernels.structs import (
@@ -210,6 +211,10 @@ class NativeModel:
         tables = [rotary_frequencies(rotary, turned_dim) for rotary in rotaries or (None,)]
         temperature = (*config.temperatures, Temperature(scale=0.0, interval=1))[0]
         self._frequencies, self._magnitudes = (np.concatenate(part) for part in zip(*tables, strict=True))
+        self._axes: npt.NDArray[np.int32] | None = None
+        if any(rotary is not None and rotary.axes is not None for rotary in rotaries):
+            axes = [(rotary.axes if rotary is not None else None) or (0,) * (turned_dim // 2) for rotary in rotaries]
+            self._axes = np.array(axes, dtype=np.int32)
         self._layer_structs = (LayerStruct * config.layer_count)(
             *(layer.struct(f"layers.{index}", self._weights, rotaries) for index, layer in enumerate(self._layers))
         )
@@ -242,6 +247,7 @@ class NativeModel:
             logit_cap=config.logit_cap or 0.0,
             frequencies=address(self._frequencies),
             magnitudes=address(self._magnitudes),
+            axes=None if self._axes is None else address(self._axes),
             layers=ctypes.addressof(self._layer_structs),
             embedding=None if self._embedding is None else address(self._embedding),
             head=self._weights.matrix(HEAD),
@@ -360,11 +366,13 @@ class NativeModel:
             given = given_rows(chunks, arrays.first_rows, self.config.hidden_size)
         else:
             given = StepRows(np.arange(arrays.row_count, dtype=np.int32), begun)
+        positions = None if self._axes is None else _grid_positions(chunks)
         step = StepStruct(
             row_count=arrays.row_count,
             given_count=0 if given is None else len(given.rows),
             given_rows=None if given is None else address(given.rows),
             given_values=None if given is None else address(given.values),
+            positions=None if positions is None else address(positions),
             chunk_count=len(chunks),
             sampled_count=len(arrays.sampled_rows),
             token_ids=start_of(arrays.token_ids),
@@ -479,6 +487,14 @@ class NativeModel:
             for id in [*self._adapters]:
                 self.remove_adapter(id)
         self._layers, self._storage, self._states, self._embedding, self._unclaimed = [], None, None, None, iter(())
+
+
+def _grid_positions(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int32] | None:
+    """Return the three rotary positions of each row, int32 [rows, 3]. None if no request has images."""
+    if not any(chunk.request.given for chunk in chunks):
+        return None
+    by_row = [np.broadcast_to(own, (3, own.shape[-1])) for own in map(rotary_positions, chunks)]
+    return np.ascontiguousarray(np.concatenate(by_row, axis=1).T, dtype=np.int32)
 
 
 def _tapped(tapped: Float32Array, first_rows: Sequence[int], chunks: Sequence[ScheduledChunk]) -> list[Float32Array]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.step_model import sampled_indexes, sampled_rows
+from trioserve.model.step_rows import rotary_positions
 from trioserve.model.torch_adapters import NO_ADAPTER
 from trioserve.model.torch_formats import ALIGNMENT_BYTES
 
@@ -131,7 +132,7 @@ class InputTensors:
     Attributes:
         ids: int64 [n or more], ids that the last step chose, then ids that the host knows.
         id_places: int64 [n], for each row, the index of its token in ids.
-        positions: int64 [n].
+        positions: int64 [n], see rotary_positions. No row belongs to an image.
         slots: int64 [n].
         sampled: int64 [n], indexes of the sampled rows. The rest is not defined.
         contexts: int32 [tables], 0 for a table without a sequence.
@@ -318,16 +319,19 @@ class _HostSide:
         size: StepSize,
         awaited: Mapping[int, int],
     ) -> int:
-        positions = np.array([chunk.start + chunk.count - 1 for chunk in decodes], dtype=np.int64)
-        widths = (positions // self._block_size + 1).tolist()
+        indexes = np.array([chunk.start + chunk.count - 1 for chunk in decodes], dtype=np.int64)
+        widths = (indexes // self._block_size + 1).tolist()
         blocks = []
         for row, (chunk, width) in enumerate(zip(decodes, widths, strict=True)):
             self._fill_table(size, row, chunk.block_table[:width])
             blocks.append(chunk.block_table[width - 1])
         count = len(decodes)
-        fields["positions"][:count] = positions
-        fields["contexts"][:count] = positions + 1
-        fields["slots"][:count] = np.array(blocks, dtype=np.int64) * self._block_size + positions % self._block_size
+        fields["positions"][:count] = indexes
+        for row, chunk in enumerate(decodes):
+            if chunk.request.given:
+                fields["positions"][row] = rotary_positions(chunk)[chunk.count - 1]
+        fields["contexts"][:count] = indexes + 1
+        fields["slots"][:count] = np.array(blocks, dtype=np.int64) * self._block_size + indexes % self._block_size
         fields["known_ids"][:count] = [
             0 if row in awaited else chunk.tokens[chunk.start + chunk.count - 1] for row, chunk in enumerate(decodes)
         ]
@@ -348,12 +352,10 @@ class _HostSide:
             width_max = max(width_max, width)
             self._fill_table(size, size.decodes + place, chunk.block_table[:width])
             here = slice(row, row + chunk.count)
-            positions = np.arange(chunk.start, end, dtype=np.int64)
+            indexes = np.arange(chunk.start, end, dtype=np.int64)
             table = np.array(chunk.block_table[:width], dtype=np.int64)
-            fields["positions"][here] = positions
-            fields["slots"][here] = table[positions // self._block_size] * self._block_size + (
-                positions % self._block_size
-            )
+            fields["positions"][here] = rotary_positions(chunk) if chunk.request.given else indexes
+            fields["slots"][here] = table[indexes // self._block_size] * self._block_size + indexes % self._block_size
             fields["known_ids"][here] = chunk.tokens[chunk.start : end]
             fields["contexts"][size.decodes + place] = end
             starts.append(row)

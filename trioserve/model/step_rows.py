@@ -22,6 +22,7 @@ from trioserve.model.number_formats import Float32Array
 __all__ = [
     "StepRows",
     "given_rows",
+    "rotary_positions",
     "FilledMasks",
     "MaskArray",
     "MaskedRows",
@@ -71,6 +72,40 @@ def given_rows(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], hidd
     if not rows:
         return None
     return StepRows(np.concatenate(rows), np.ascontiguousarray(np.concatenate(values)))
+
+
+def rotary_positions(chunk: ScheduledChunk) -> npt.NDArray[np.int64]:
+    """Return the positions that rotate the rows of a chunk.
+
+    An image with a grid (GivenRows.grid) begins at the next position, as any token would. Its token at row r and column
+    c adds r to the second and c to the third position (M-RoPE, arXiv 2409.12191). The next token has the position after
+    the largest of the image's positions.
+
+    Args:
+        chunk: the chunk. All its rows count, known tokens and draft tokens.
+
+    Returns:
+        int64 [rows], or [3, rows] if a row belongs to an image with a grid: positions in time, row and column.
+    """
+    end = chunk.start + chunk.row_count
+    positions = np.arange(chunk.start, end, dtype=np.int64)
+    inside: list[tuple[slice, npt.NDArray[np.int64]]] = []
+    for given in chunk.request.given:
+        if given.grid is None or given.start >= end:
+            continue
+        first, last = max(given.start, chunk.start), min(given.end, end)
+        if first < last:
+            places = np.arange(first - given.start, last - given.start)
+            rows_columns = np.stack((np.zeros_like(places), *np.divmod(places, given.grid[1])))
+            begin = given.start + (positions[first - chunk.start] - first)
+            inside.append((slice(first - chunk.start, last - chunk.start), begin + rows_columns))
+        positions[max(last - chunk.start, 0) :] -= given.count - given.rotary_count
+    if not inside:
+        return positions
+    positions = np.tile(positions, (3, 1))
+    for rows, own in inside:
+        positions[:, rows] = own
+    return positions
 
 
 MaskArray = npt.NDArray[np.uint32]  # shape [rows, words per row]

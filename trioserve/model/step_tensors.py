@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk, StateSpan
 from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
-from trioserve.model.step_rows import given_rows
+from trioserve.model.step_rows import given_rows, rotary_positions
 from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import Sending
 from trioserve_kernels.flash_prompts import FlashPrompts
@@ -310,7 +310,7 @@ class StepTensors:
 
     Attributes:
         token_ids: int64 [T].
-        positions: int64 [T].
+        positions: int64 [T], or [3, T] if the step has images with positions in a grid, see rotary_positions.
         slots: int64 [T], block * block_size + offset of each token in the KV cache.
         cleared_slots: int64 [n], unused slots of every block that this step begins and does not fill. None if no such
             slots exist, or if the kernels never read unused slots.
@@ -352,10 +352,12 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         first_rows[index] = len(token_ids)
         end = chunk.start + chunk.row_count
         token_ids.extend((0,) if chunk.awaits_token else chunk.row_tokens)
-        chunk_positions = np.arange(chunk.start, end, dtype=np.int64)
-        positions.append(chunk_positions)
-        slots.append(_slots(chunk, chunk_positions, shape.block_size))
+        indexes = np.arange(chunk.start, end, dtype=np.int64)
+        positions.append(rotary_positions(chunk) if chunk.request.given else indexes)
+        slots.append(_slots(chunk, indexes, shape.block_size))
         cleared.append(_slots_after_last(chunk, shape.block_size))
+    if any(own.ndim == 2 for own in positions):
+        positions = [np.broadcast_to(own, (3, own.shape[-1])) for own in positions]
     after_last = np.concatenate(cleared)
     spans = [_Span(chunks[at].start, chunks[at].row_count, chunks[at].block_table) for at in order]
     count = sum(span.row_count == 1 for span in spans)
@@ -375,7 +377,7 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         }
     return StepTensors(
         token_ids=sending.add(np.array(token_ids, dtype=np.int64)),
-        positions=sending.add(np.concatenate(positions)),
+        positions=sending.add(np.concatenate(positions, axis=-1)),
         slots=sending.add(np.concatenate(slots)),
         cleared_slots=sending.add(after_last) if after_last.size and shape.walked_heads is None else None,
         attention=attention,

@@ -31,11 +31,22 @@ _choosing = operator.attrgetter(*CHOOSING_FIELDS)
 
 
 class WireGiven(msgspec.Struct, frozen=True, array_like=True):
-    """The message for GivenRows, reduced to the positions of a chunk."""
+    """The message for GivenRows.
+
+    Attributes:
+        grid: see GivenRows. Rows with a grid before the chunk are sent without values, because they determine the
+            rotary positions of the chunk.
+        sent_first: first position of the chunk with values.
+        sent_count: number of positions with values.
+        values: embeddings of the sent positions.
+    """
 
     start: int
     count: int
     content: bytes
+    grid: tuple[int, int] | None
+    sent_first: int
+    sent_count: int
     values: bytes
 
 
@@ -144,12 +155,25 @@ def _chunk_to_wire(chunk: ScheduledChunk, block_size: int) -> WireChunk:
 def _given_to_wire(given: Sequence[GivenRows], start: int, end: int) -> Iterator[WireGiven]:
     for rows in given:
         first, last = max(rows.start, start), min(rows.end, end)
-        if first >= last:
+        own = b""
+        if first < last:
+            values = memoryview(rows.values).cast("B")  # type: ignore[arg-type]  # values support the buffer protocol
+            row_bytes = len(values) // rows.count
+            own = values[(first - rows.start) * row_bytes : (last - rows.start) * row_bytes].tobytes()
+        elif rows.grid is None or rows.start >= end:
             continue
-        values = memoryview(rows.values).cast("B")  # type: ignore[arg-type]  # values support the buffer protocol
-        row_bytes = len(values) // rows.count
-        own = values[(first - rows.start) * row_bytes : (last - rows.start) * row_bytes]
-        yield WireGiven(first, last - first, rows.content, own.tobytes())
+        yield WireGiven(rows.start, rows.count, rows.content, rows.grid, first, max(last - first, 0), own)
+
+
+def _given_from_wire(wire: WireGiven) -> GivenRows:
+    """Return the given rows. Values that were not sent are zeros, or are missing if no values were sent."""
+    values: bytes | bytearray = wire.values
+    if wire.sent_count not in (0, wire.count):
+        row_bytes = len(wire.values) // wire.sent_count
+        values = bytearray(wire.count * row_bytes)
+        begin = (wire.sent_first - wire.start) * row_bytes
+        values[begin : begin + len(wire.values)] = wire.values
+    return GivenRows(wire.start, wire.count, wire.content, values, wire.grid)
 
 
 def plan_from_wire(wire: WirePlan, masks: TokenMasks | None) -> StepPlan:
@@ -179,7 +203,7 @@ def _chunk_from_wire(wire: WireChunk) -> ScheduledChunk:
         seed=wire.seed,
         adapter=wire.adapter,
         pooling=wire.pooling,
-        given=tuple(GivenRows(given.start, given.count, given.content, given.values) for given in wire.given),
+        given=tuple(map(_given_from_wire, wire.given)),
     )
     return ScheduledChunk(
         request,

@@ -1,7 +1,7 @@
 """Qwen2 and 2.5: a Llama with biases. Qwen3: norms on query and key heads. Both may have sliding windows or experts.
 
 In a Qwen2 with experts, a shared expert also computes every token. The language models of Qwen2.5-VL and Qwen3-VL are
-a Qwen2 and a Qwen3: the positions of texts have the same number in all three parts of their rotary embeddings.
+a Qwen2 and a Qwen3 in which tokens of images have three positions (M-RoPE).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
 from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, LayerConfig
@@ -65,12 +66,39 @@ _VL_DEFAULTS = {
     "num_attention_heads": 32,
     "max_position_embeddings": 128_000,
 }
+
+
+def _with_axes(fields: ModelFields, attention: AttentionConfig, *, alternates: bool = False) -> AttentionConfig:
+    """Return the attention with the axes of M-RoPE.
+
+    Args:
+        alternates: the positions in time, row and column rotate pairs in turn, and time also rotates the last pairs.
+            False: each position rotates a range of pairs.
+    """
+    rope = fields.group_or_none("rope_parameters") or fields.group_or_none("rope_scaling")
+    sections = () if rope is None else rope.wholes("mrope_section")
+    assert attention.rotary is not None, "the rotary embedding was read"
+    pairs = attention.rotary.rotated_dims // 2
+    if not sections:  # The default of transformers for heads of 128 numbers.
+        sections = (24, 20, 20) if alternates else (16, 24, 24)
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs:
+        raise ModelLoadError(
+            f"mrope_section in {fields.source} is {list(sections)}, but must be three numbers with sum {pairs}, which "
+            "is half of the size of a head"
+        )
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if alternates:
+        axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
+    rotary = msgspec.structs.replace(attention.rotary, axes=tuple(axes))
+    return msgspec.structs.replace(attention, rotary=rotary)
+
+
 QWEN25_VL = Family(
     name="qwen2_5_vl",
     classes=(),
     model_type="qwen2_5_vl_text",
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": 4096},
-    describe=lambda fields: _described(fields, "qwen2_5_vl", fields.attention(has_bias=True)),
+    describe=lambda fields: _described(fields, "qwen2_5_vl", _with_axes(fields, fields.attention(has_bias=True))),
     with_images=("Qwen2_5_VLForConditionalGeneration",),
     text_defaults={
         "vocab_size": 152_064,
@@ -88,7 +116,9 @@ QWEN3_VL = Family(
     classes=(),
     model_type="qwen3_vl_text",
     defaults={"num_key_value_heads": 32, "rope_theta": 500_000.0},
-    describe=lambda fields: _described(fields, "qwen3_vl", _qwen3_attention(fields)),
+    describe=lambda fields: _described(
+        fields, "qwen3_vl", _with_axes(fields, _qwen3_attention(fields), alternates=True)
+    ),
     with_images=("Qwen3VLForConditionalGeneration",),
     text_defaults=_VL_DEFAULTS,
 )
@@ -105,7 +135,8 @@ def _describe_qwen3_moe(fields: ModelFields) -> ModelConfig:
 
 def _describe_qwen3_vl_moe(fields: ModelFields) -> ModelConfig:
     experts = msgspec.structs.replace(_experts(fields), normalizes=True)
-    return _described_moe(fields, "qwen3_vl_moe", _qwen3_attention(fields, None), experts)
+    attention = _with_axes(fields, _qwen3_attention(fields, None), alternates=True)
+    return _described_moe(fields, "qwen3_vl_moe", attention, experts)
 
 
 def _describe_mellum(fields: ModelFields) -> ModelConfig:
