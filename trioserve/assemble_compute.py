@@ -25,8 +25,9 @@ from trioserve.engine.between_steps import (
     ThreadedWeights,
     WrittenWeights,
 )
+from trioserve.engine.kv_limit import KvRelease
 from trioserve.engine.lifecycle.engine_loop import LaunchedSteps, StepRunner, ThreadedExecutor, WhenIdle
-from trioserve.engine.lifecycle.work import CacheRelease, Guard
+from trioserve.engine.lifecycle.work import Guard
 from trioserve.engine.text_work import EngineParts
 from trioserve.engine.weight_updates import WeightTarget
 from trioserve.model.adapter_weights import AdapterWeights
@@ -190,6 +191,9 @@ class _CacheRelease:
     async def release_cache(self) -> None:
         await self._compute.run(self._runner.release_kv)
 
+    async def limit_blocks(self, count: int) -> None:
+        await self._compute.run(self._runner.limit_blocks, count)
+
     async def rebuild_parts(self) -> EngineParts:
         await self._compute.run(self._runner.allocate_kv, self._runner.block_count)
         return self._new_parts()
@@ -197,7 +201,7 @@ class _CacheRelease:
 
 def cache_release_of(
     runner: Runner, compute: WorkerThread, new_parts: Callable[[], EngineParts]
-) -> CacheRelease[EngineParts] | str:
+) -> KvRelease[EngineParts] | str:
     """Return the object that releases the KV cache, or the reason why the cache cannot be released.
 
     Args:

@@ -151,7 +151,18 @@ ENDPOINT_SECTIONS: dict[str, tuple[str, ...]] = {
     "models": ("/v1/models", "/v1/load_lora", "/v1/unload_lora", "/tokenize", "/detokenize", "/tokenizer_info"),
     "requests": ("/v1/requests", "/abort_"),
     "control": (
-        *("/pause", "/resume", "/is_paused", "/continue_", "/sleep", "/wake_up", "/is_sleeping", "/reset_", "/flush_"),
+        *(
+            "/pause",
+            "/resume",
+            "/is_paused",
+            "/continue_",
+            "/sleep",
+            "/wake_up",
+            "/is_sleeping",
+            "/reset_",
+            "/flush_",
+            "/kv_cache",
+        ),
         *("/update_weights", "/init_weights", "/destroy_weights", "/get_", "/weight_info"),
     ),
     "observation": (

@@ -1,4 +1,4 @@
-"""Tests of the states of a block: free, cached and used."""
+"""Tests of the states of a block: free, cached, used and retired."""
 
 from __future__ import annotations
 
@@ -144,3 +144,30 @@ def test_withdrawing_a_used_block_frees_it_when_it_is_released():
     check(pool, free=1, cached=0, used=0)
     with pytest.raises(AssertionError):
         pool.withdraw(blocks[0])
+
+
+def test_blocks_at_the_limit_are_retired_when_they_have_no_claims():
+    pool = BlockPool(4)
+    pool.allocate(4)
+    pool.publish(3)
+    pool.release([1, 3])
+    pool.set_limit(2)
+    pool.check()
+    assert (pool.free_count, pool.cached_count, pool.used_count, pool.total_count) == (1, 0, 2, 3)
+    pool.release([2])
+    pool.check()
+    assert (pool.available_count, pool.used_count, pool.retiring_count, pool.total_count) == (1, 1, 0, 2)
+    pool.set_limit(4)
+    check(pool, free=3, cached=0, used=1)
+
+
+def test_content_of_a_used_block_at_the_limit_is_lost():
+    lost = []
+    pool = BlockPool(2)
+    pool.on_evict = lost.append
+    pool.allocate(2)
+    pool.publish(1)
+    pool.set_limit(1)
+    assert (lost, pool.retiring_count) == ([1], 1)
+    pool.release([1])
+    assert (lost, pool.total_count) == ([1], 1)

@@ -240,7 +240,8 @@ async def test_sleep_endpoints_of_vllm_work(autojump_clock):
 
 async def test_sleep_endpoints_need_the_admin_key(autojump_clock):
     async with open_memory_server(api_keys=("ordinary",), admin_api_key="admin") as server:
-        for path, method in (("/sleep", "POST"), ("/is_sleeping", "GET"), ("/wake_up", "POST")):
+        paths = (("/sleep", "POST"), ("/is_sleeping", "GET"), ("/wake_up", "POST"), ("/kv_cache", "POST"))
+        for path, method in paths:
             for key, status in (("ordinary", 403), ("wrong", 401), ("admin", 200)):
                 client = server.client(headers={"authorization": f"Bearer {key}"})
                 async with client.ask(path, method=method) as response:

@@ -75,6 +75,7 @@ class Engine(ThreadedEngine[TrioEngine]):
     drain = called(TrioEngine.drain)
     pause_generation = awaited(TrioEngine.pause_generation)
     reset_prefix_cache = called(TrioEngine.reset_prefix_cache)
+    limit_kv_cache = awaited(TrioEngine.limit_kv_cache)
     resume_generation = called(TrioEngine.resume_generation)
     update_weights = awaited(TrioEngine.update_weights)
     init_weights_update_group = awaited(TrioEngine.init_weights_update_group)

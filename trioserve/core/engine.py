@@ -383,6 +383,27 @@ class EngineCore:
         """
         self.cache.forget_all()
 
+    def limit_blocks(self, count: int) -> None:
+        """Use only the first `count` KV blocks from now on. This call is allowed at any moment.
+
+        Blocks that are in use at a higher index stay in use until their requests and holds release them.
+
+        Args:
+            count: number of blocks, from what one full context needs to settings.block_count.
+
+        Raises:
+            InvalidRequest: count is out of range.
+        """
+        least = self.settings.blocks_held_max(self.settings.context_tokens_max)
+        if not least <= count <= self.settings.block_count:
+            sizes = [f"{blocks * self.settings.block_size}" for blocks in (count, least, self.settings.block_count)]
+            raise InvalidRequest(
+                f"a KV cache of {sizes[0]} tokens is requested, allowed are {sizes[1]}, for one full context, to "
+                f"{sizes[2]}, the size at the start",
+                param="tokens",
+            )
+        self.pool.set_limit(count)
+
     def change_weights(self, salt_of: Callable[[RequestId], str | None]) -> None:
         """Note that other weights compute all following steps. No step may be in flight.
 
@@ -523,10 +544,10 @@ class EngineCore:
             running_count=len(scheduler.running),
             waiting_count=len(self._live) - len(scheduler.running),
             remote_kv_count=0 if transfers is None else transfers.loads.pending_count,
-            blocks_total=self.pool.block_count,
+            blocks_total=(blocks_total := self.pool.total_count),
             blocks_free=blocks_free,
             blocks_cached=blocks_cached,
-            blocks_used=self.pool.block_count - blocks_free - blocks_cached - blocks_held,
+            blocks_used=blocks_total - blocks_free - blocks_cached - blocks_held,
             blocks_held=blocks_held,
             preemptions_total=scheduler.preemptions_total,
             blocks_given_back_total=scheduler.blocks_given_back_total,

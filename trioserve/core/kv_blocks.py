@@ -1,4 +1,4 @@
-"""Ownership of KV blocks. Each block is free, cached, used or held.
+"""Ownership of KV blocks. Each block is free, cached, used, held or retired.
 
 The pool counts claims on block indexes, and never touches a tensor. Every block is in exactly one state:
 
@@ -6,11 +6,13 @@ The pool counts claims on block indexes, and never touches a tensor. Every block
     cached   no claims, but its content can still be found. Allocated last, in the eviction order (eviction_order.py)
     used     one or more live requests use the block. It may have holds too
     held     only connectors have claims, for one or more finished requests
+    retired  no claims and no content. Not allocated until the pool may grow again, so its memory can be released
 
     free ──allocate──► used ──last release──► free, or cached if its content is published
     cached ──share──► used                    cached ──allocate (evicted)──► used
     used ──last release, with a hold on it──► held ──share──► used
     held ──last unhold──► free, or cached if its content is published
+    any ──without claims, at or above the limit──► retired ──the limit rises──► free
 
 Users and holds are claims on a block. The code that adds a claim must also release it. A block with a claim is never
 allocated. A block with a user counts as used. A block that has only holds counts as held. The published content of a
@@ -36,6 +38,9 @@ class BlockPool:
         block_count: blocks in the pool.
 
     Attributes:
+        limit: blocks with this index or a higher one are retired as soon as they have no claims.
+        retiring_count: number of blocks at or above the limit that still have claims.
+        on_retired: called when retiring_count becomes 0.
         order: the cached blocks, in the order in which they are evicted.
 
     Cost:
@@ -43,6 +48,9 @@ class BlockPool:
     """
 
     def __init__(self, block_count: int) -> None:
+        self.limit = block_count
+        self.retiring_count = 0
+        self.on_retired: Callable[[], None] = lambda: None
         self._claim_counts = [0] * block_count
         # Number of holds of each block. A block without holds has no entry.
         self._hold_counts: dict[BlockIndex, int] = {}
@@ -72,8 +80,13 @@ class BlockPool:
         return sum(1 for block, count in self._hold_counts.items() if count == self._claim_counts[block])
 
     @property
+    def total_count(self) -> int:
+        """Return the number of blocks that are not retired."""
+        return self.limit + self.retiring_count
+
+    @property
     def used_count(self) -> int:
-        return len(self._claim_counts) - len(self._free) - len(self.order) - self.held_count
+        return self.total_count - len(self._free) - len(self.order) - self.held_count
 
     @property
     def available_count(self) -> int:
@@ -197,10 +210,49 @@ class BlockPool:
             assert self._claim_counts[block] > 0, f"block {block} is released without a user"
             self._claim_counts[block] -= 1
             if self._claim_counts[block] == 0:
-                if self._published[block]:
+                if block >= self.limit:
+                    self._retire(block)
+                elif self._published[block]:
                     self.order.add(block)
                 else:
                     self._free.append(block)
+
+    def set_limit(self, limit: int) -> None:
+        """Retire the blocks from an index on, or make retired blocks free again.
+
+        The content of these blocks cannot be found any more. Blocks without claims are retired at once, other blocks
+        after their last release.
+
+        Args:
+            limit: 1 to block_count.
+
+        Cost:
+            O(blocks).
+        """
+        assert 1 <= limit <= self.block_count
+        former, self.limit = self.limit, limit
+        self.retiring_count = sum(map(bool, self._claim_counts[limit:]))
+        if limit < former:
+            self._free = [block for block in self._free if block < limit]
+            for block in map(BlockIndex, range(limit, former)):
+                if block in self.order:
+                    self.order.remove(block)
+                self._lose_content(block)
+        else:
+            retired = (block for block in reversed(range(former, limit)) if not self._claim_counts[block])
+            self._free[:0] = map(BlockIndex, retired)  # Blocks that are in a CPU cache stay on top of the stack.
+
+    def _retire(self, block: BlockIndex) -> None:
+        self._lose_content(block)
+        self.retiring_count -= 1
+        if not self.retiring_count:
+            self.on_retired()
+
+    def _lose_content(self, block: BlockIndex) -> None:
+        if self._published[block]:
+            self._published[block] = False
+            self.on_evict(block)
+            self.order.forget(block)
 
     def publish(self, block: BlockIndex) -> None:
         """Mark the content of a used block as findable. Then the block is cached after its last release.
@@ -263,6 +315,7 @@ class BlockPool:
         for index in range(self.block_count):
             block = BlockIndex(index)
             states = (block in free) + (block in self.order) + (self._claim_counts[block] > 0)
+            states += block >= self.limit and not self._claim_counts[block]
             assert states == 1, f"block {block} is in {states} states"
             held = self._hold_counts.get(block, 0)
             assert 0 <= held <= self._claim_counts[block], f"block {block} has more holds ({held}) than claims"

@@ -46,10 +46,11 @@ from trioserve.engine.adapters import Adapters, show_adapters
 from trioserve.engine.conversation import Conversation
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.kv_events import KvEvents
+from trioserve.engine.kv_limit import KvRelease
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.lifecycle.request_admission import new_request_id
-from trioserve.engine.lifecycle.work import CacheRelease, Guard
+from trioserve.engine.lifecycle.work import Guard
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest, view_of
 from trioserve.engine.pooling_request import PoolingRequest, checked_inputs, name_of_input
@@ -131,7 +132,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         media: MediaFetcher | None = None,
         adapters: Adapters | None = None,
         guard: Guard | None = None,
-        cache_release: CacheRelease[EngineParts] | str = "this engine cannot release its KV cache alone",
+        cache_release: KvRelease[EngineParts] | str = "this engine cannot release its KV cache alone",
         weights: WeightTarget | str = "this engine has no weights",
     ) -> None:
         self.role = role
@@ -297,6 +298,30 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         return True
 
     # --- requests ---
+
+    async def limit_kv_cache(self, tokens: int) -> None:
+        """Use only a part of the KV cache from now on. Return when the memory of the rest was released.
+
+        If the limit is lower than before, cached blocks beyond it are lost, and requests that use such blocks keep them
+        until they end. A cancelled call restores the former limit. The limit stays in force after a restart of the
+        engine and after a sleep.
+
+        Args:
+            tokens: KV of this many tokens, rounded up to whole blocks. From one full context to the size at the start.
+
+        Raises:
+            InvalidRequest: tokens is out of range, or this engine cannot release a part of its KV cache, such as one
+                on a GPU.
+            Draining: the engine is closed.
+        """
+        self._own_run.check("engine.limit_kv_cache")
+        await self._texts.kv_limit.set(-(-tokens // self._core.settings.block_size))
+
+    @property
+    def kv_cache_tokens(self) -> tuple[int, int]:
+        """Tokens that the KV cache may hold now, and tokens that it can hold without a limit."""
+        pool, block_size = self._core.pool, self._core.settings.block_size
+        return pool.limit * block_size, pool.block_count * block_size
 
     def generate(
         self,

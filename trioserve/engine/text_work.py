@@ -29,6 +29,7 @@ from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_metrics import show_connector
 from trioserve.engine.image_encoding import ImageEncoding
 from trioserve.engine.kv_events import KvEvents
+from trioserve.engine.kv_limit import KvLimit, KvRelease
 from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.lifecycle.request_trace import (
     NO_TRACE,
@@ -38,7 +39,7 @@ from trioserve.engine.lifecycle.request_trace import (
     sampling_attributes,
 )
 from trioserve.engine.lifecycle.step_times import StepTimes
-from trioserve.engine.lifecycle.work import CacheRelease, Guard, Host, NoSteps
+from trioserve.engine.lifecycle.work import Guard, Host, NoSteps
 from trioserve.engine.live_feed import EngineLook, LiveFeed
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest
@@ -84,7 +85,7 @@ class EngineParts(NamedTuple):
     when_idle: WhenIdle | None = None
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
-    cache_release: CacheRelease[EngineParts] | str = "this engine cannot release its KV cache alone"
+    cache_release: KvRelease[EngineParts] | str = "this engine cannot release its KV cache alone"
     weights: WeightTarget | str = "this engine has no weights"
 
 
@@ -136,6 +137,7 @@ class TextWork:
         self._preparation = RequestPreparation(model, tokenizer, role=role)
         self.guides = GuidePreparation(guides, text_threads, metrics)
         self.sessions = SessionTable(settings, core_settings.sessions_max, metrics)
+        self.kv_limit = KvLimit(self._wait_until_open)
         self._forget_connector: Callable[[], None] = lambda: None
 
     # --- opening ---
@@ -169,6 +171,7 @@ class TextWork:
         )
         self.live_feed.install(core, connector)
         self.sessions.install(core, self._delivery)
+        self.kv_limit.install(core, parts.cache_release)
         if self._settings.kv_events_max:
             self.kv_events = KvEvents(
                 core.cache,
@@ -328,6 +331,7 @@ class TextWork:
         self.live_feed.leave()
 
     def note_over(self) -> None:
+        self.kv_limit.note_change()
         if self.kv_events is not None:
             self.kv_events.end()
 

@@ -5,6 +5,7 @@ The core decides which request owns which block, and which sequence owns which s
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -96,6 +97,26 @@ class KVStorage(Generic[Buffer]):
         self.kept: tuple[Buffer, ...] = tuple(
             pages for pages, entry in zip(self.pages, entries, strict=True) if entry is not None
         )
+
+    def release_memory(self, first_block: int) -> None:
+        """Return the memory of blocks to the operating system, as whole pages. Their content is lost.
+
+        The system provides memory again when a block is written. The buffers must be in host memory of this process
+        alone.
+
+        Args:
+            first_block: index of the first of these blocks. All later ones except the spare block belong to them.
+        """
+        madvise, page = ctypes.CDLL(None).madvise, mmap.PAGESIZE
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        for pages in self.kept:
+            content = _flat_bytes(pages)
+            block_bytes = content.nbytes // (self.block_count + self.has_spare)
+            start = content.ctypes.data + first_block * block_bytes
+            end = content.ctypes.data + self.block_count * block_bytes
+            first, last = -(-start // page) * page, end // page * page
+            if first < last:
+                madvise(first, last - first, mmap.MADV_DONTNEED)
 
 
 class StateStorage(Generic[Buffer]):

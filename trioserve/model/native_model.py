@@ -183,6 +183,7 @@ class NativeModel:
         self._storage: KVStorage[Values] | None = None
         # Address and size of each piece of the KV cache for which Linux has not allocated memory yet.
         self._unclaimed: Iterator[tuple[int, int]] = iter(())
+        self._block_limit: int | None = None  # Number of blocks that get memory before their first write.
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
         self._weights = PackedWeights(config, library, dtype, quantization, block_types)
         self.step_weight_bytes: int = self._weights.step_byte_count
@@ -326,10 +327,19 @@ class NativeModel:
         )
         for index, kv_layer in enumerate(self.config.kv_layers):
             self._page_addresses[index] = address(self._storage.pages[kv_layer])
-        self._unclaimed = _pieces([pages for pages in self._storage.pages if pages.nbytes])
+        self._begin_claims(self._storage)
+
+    def _begin_claims(self, storage: KVStorage[Values]) -> None:
+        self._unclaimed = _pieces([pages[: self._block_limit] for pages in storage.pages if pages.nbytes])
 
     def release_kv(self) -> None:
         self._storage, self._states, self._unclaimed = None, None, iter(())
+
+    def limit_blocks(self, count: int) -> None:
+        self._block_limit = count
+        if self._storage is not None:
+            self._storage.release_memory(count)
+            self._begin_claims(self._storage)
 
     def claim_memory(self) -> bool:
         piece = next(self._unclaimed, None)

@@ -369,6 +369,18 @@ class ModelRunner:
         assert self.why_kept is None, self.why_kept
         self._model.release_kv()
 
+    def limit_blocks(self, count: int) -> None:
+        """Return the memory of the KV blocks from `count` on to the operating system.
+
+        The system provides it again when such a block is written.
+
+        Args:
+            count: number of blocks that keep their memory. The content of the others is lost.
+        """
+        assert self._model is not None, "limit_blocks after close"
+        assert self.why_kept is None, self.why_kept
+        self._model.limit_blocks(count)
+
     def claim_memory(self) -> bool:
         """Make the operating system allocate a small piece of the KV cache's memory before it is used.
 

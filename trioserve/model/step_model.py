@@ -290,6 +290,16 @@ class StepModel(Protocol):
         """Free the KV cache and the state slots. Call allocate_kv again before the next step."""
         ...
 
+    def limit_blocks(self, count: int) -> None:
+        """Return the memory of the KV blocks from `count` on to the operating system.
+
+        The system provides it again when such a block is written.
+
+        Args:
+            count: number of blocks that keep their memory. The content of the others is lost.
+        """
+        ...
+
     def claim_memory(self) -> bool:
         """Make the operating system allocate a small piece of the KV cache's memory before it is used.
 

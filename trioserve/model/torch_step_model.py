@@ -205,6 +205,10 @@ class TorchStepModel:
     def release_kv(self) -> None:
         self._storage = self._states = self._static = self._kept_ids = self._sampler = None
 
+    def limit_blocks(self, count: int) -> None:
+        if self._storage is not None:
+            self._storage.release_memory(count)
+
     def allocate_kv(self, block_count: int, state_slot_count: int = 0, memory: KVMemory | None = None) -> None:
         def make(shape: tuple[int, ...]) -> Tensor:
             dtype = CODED_DTYPES.get(kv_format_of(self._settings), self._shape.dtype)

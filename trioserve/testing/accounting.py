@@ -116,7 +116,7 @@ def waits_of(engine: Any) -> list[str]:
             lines.append(f"{request.id} waits for {_next_of(active)}: {', '.join(states)}")
     stats = core.stats()
     if hasattr(stats, "blocks_used"):
-        lines.append(f"{stats.blocks_used} of {core.settings.block_count} blocks used")
+        lines.append(f"{stats.blocks_used} of {stats.blocks_total} blocks used")
     else:
         lines.append(f"{stats.slots_used} of {stats.slots_total} latent slots used")
     if engine.steps.is_held:

@@ -30,6 +30,9 @@ class FakeCacheRelease(Generic[PartsT]):
     async def release_cache(self) -> None:
         await trio.lowlevel.checkpoint()
 
+    async def limit_blocks(self, count: int) -> None:
+        await trio.lowlevel.checkpoint()
+
     async def rebuild_parts(self) -> PartsT:
         return await self._make_again()
 

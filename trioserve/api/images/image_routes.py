@@ -143,7 +143,7 @@ def _of_images(
     return msgspec.structs.replace(find_operation(operations, method, path), handler=handler)
 
 
-NOT_SHARED = ("/reset_prefix_cache", "/flush_cache", health.STEPS_PATH)
+NOT_SHARED = ("/reset_prefix_cache", "/flush_cache", "/kv_cache", health.STEPS_PATH)
 """Paths of an engine with a KV cache and steps of tokens, among those that every server has."""
 LIST = find_operation(live_requests.OPERATIONS, "GET", "/v1/requests")
 OPERATIONS: tuple[Operation[ImageContext], ...] = (

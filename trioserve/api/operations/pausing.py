@@ -39,6 +39,11 @@ class IsSleeping(Response):
     is_sleeping: bool
 
 
+class KvCacheSize(Response):
+    tokens: int
+    tokens_max: int
+
+
 class PauseChanged(Response, tag_field="status", tag="ok"):
     message: str
 
@@ -166,6 +171,26 @@ async def flush_cache(context: RequestContext) -> None:
     """
     context.engine.reset_prefix_cache()
     await context.respond_json(PauseChanged(message="Cache flushed."))
+
+
+async def limit_kv_cache(context: RequestContext) -> None:
+    """Limit the KV cache to some tokens, or return its size if the caller sends no limit.
+
+    Responds when the memory of the rest was released, which may have to wait for running requests. If the client leaves
+    before, the former limit is restored.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: tokens is out of range, or the engine cannot release a part of its KV cache.
+        Refusal: the caller is not the admin (403).
+    """
+    engine = context.engine
+    if Query(context.exchange.query).text("tokens") is not None:
+        await engine.limit_kv_cache(Query(context.exchange.query).number("tokens", 1, low=1, high=2**40))
+    tokens, tokens_max = engine.kv_cache_tokens
+    await context.respond_json(KvCacheSize(tokens=tokens, tokens_max=tokens_max))
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
@@ -302,5 +327,22 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         is_operators=True,
         response=PauseChanged,
         errors=(400, 403),
+    ),
+    Operation(
+        method="POST",
+        path="/kv_cache",
+        handler=limit_kv_cache,
+        summary="Limit the KV cache, and free the memory of the rest",
+        admin_action="limiting the KV cache",
+        is_operators=True,
+        response=KvCacheSize,
+        errors=(400, 403, 503),
+        query={
+            "tokens": (
+                "tokens that the cache may hold, from one full context to the size at the start; without it, only the "
+                "size is returned",
+                {"type": "integer", "minimum": 1},
+            ),
+        },
     ),
 )

@@ -28,6 +28,7 @@ from trioserve.simulation.core.history import (
     Forward,
     HintSession,
     Inquire,
+    LimitBlocks,
     OpenSession,
     Report,
     Retract,
@@ -64,6 +65,8 @@ RESUMING_WORLDS_SHARE = 0.4
 STATE_WORLDS_SHARE = 0.4
 RETRACTING_WORLDS_SHARE = 0.2
 RETRACT_CHANCE, FORGET_CHANCE = 0.04, 0.03  # probabilities at each event of a world with retractions
+LIMITING_WORLDS_SHARE = 0.15
+LIMIT_CHANCE = 0.06  # probability at each event of a world in which the blocks are limited
 SESSION_WORLDS_SHARE = 0.3
 SESSION_CHANCES = (0.02, 0.05, 0.08)  # probabilities of an event that opens, hints at or ends a session, summed
 PREFETCHING_WORLDS_SHARE = 0.7  # fraction of the worlds with sessions and a connector that have prefetches
@@ -177,6 +180,12 @@ class Generator:
                 prefetches = Random(line_of(self.world) + "prefetches").random() < PREFETCHING_WORLDS_SHARE
                 self.world = msgspec.structs.replace(self.world, prefetches=prefetches)
         self._prefetch_rng = Random(line_of(self.world) + "prefetches")
+        # Limits of blocks are also drawn from a separate source.
+        self._limit_rng = Random(line_of(self.world) + "limits")
+        world = self.world
+        if world.keeps_kv and world.held_blocks_max <= world.block_count:
+            limits_blocks = self._limit_rng.random() < LIMITING_WORLDS_SHARE
+            self.world = msgspec.structs.replace(world, limits_blocks=limits_blocks)
         self._was_forgotten = False  # True if the last event of _prefetch_event was the loss of the cached blocks.
         self._last_turns: dict[str, str] = {}  # The last request of each session.
         self._arrived: dict[str, Arrive] = {}  # Each sequence is stored as a request with one choice.
@@ -204,6 +213,8 @@ class Generator:
     def next_event(self, simulation: Simulation) -> Event:
         if self._retracts and (event := self._retraction(simulation)) is not None:
             return event
+        if self.world.limits_blocks and self._limit_rng.random() < LIMIT_CHANCE:
+            return LimitBlocks(count=self._limit_rng.randint(self.world.held_blocks_max, self.world.block_count))
         if self.world.sessions and (event := self._session_event()) is not None:
             return event
         if self.world.prefetches and (event := self._prefetch_event(simulation)) is not None:

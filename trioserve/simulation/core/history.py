@@ -28,6 +28,7 @@ __all__ = [
     "Event",
     "Fail",
     "Forget",
+    "LimitBlocks",
     "Forward",
     "HintSession",
     "History",
@@ -113,6 +114,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
         session_share: fraction of the pool that one tenant's sessions may retain.
         cold_turn_seconds: how long a cold turn may be deferred. 0: no turn is deferred.
         prefetches: True if evicted blocks of waiting sessions are loaded before the next turn.
+        limits_blocks: True if the number of blocks in use is limited while the core runs. Then a full context needs
+            half of the pool.
     """
 
     block_count: int
@@ -142,21 +145,24 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     session_share: float = 0.75
     cold_turn_seconds: float = 0.0
     prefetches: bool = False
+    limits_blocks: bool = False
 
     @property
     def held_blocks_max(self) -> int:
         """Maximum number of blocks that a request has at the same time, whatever its length.
 
         With a window, the result counts the blocks of the window and of one step's tokens, which may begin inside of a
-        block. Without a window, the result is the whole pool.
+        block. Without a window, the result is the whole pool, or half of it if the blocks are limited.
         """
         if self.window_tokens is None:
-            return self.block_count
+            return max(1, self.block_count // 2) if self.limits_blocks else self.block_count
         return 1 - (1 - self.window_tokens - self.step_tokens_max) // self.block_size
 
     @property
     def context_tokens_max(self) -> int:
         pool = self.block_count * self.block_size
+        if self.limits_blocks and self.window_tokens is None:
+            return self.held_blocks_max * self.block_size
         return pool if self.window_tokens is None or self.held_blocks_max > self.block_count else 3 * pool
 
     @property
@@ -314,6 +320,12 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     """The prefix cache forgets all blocks. This event may come at any time."""
 
 
+class LimitBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="limit_blocks"):
+    """The core uses only the first `count` blocks from now on. This event may come at any time."""
+
+    count: int
+
+
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
     """A caller opens a session, or changes the retention of an open session."""
 
@@ -351,6 +363,7 @@ Event = (
     | Break
     | Retract
     | Forget
+    | LimitBlocks
     | OpenSession
     | EndSession
     | HintSession

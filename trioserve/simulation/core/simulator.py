@@ -42,6 +42,7 @@ from trioserve.simulation.core.history import (
     Forward,
     HintSession,
     Inquire,
+    LimitBlocks,
     OpenSession,
     Report,
     Retract,
@@ -462,6 +463,18 @@ class Simulation(EventSimulation[World]):
         )
         self._count("prefixes forgotten")
 
+    def _limit_blocks(self, event: LimitBlocks) -> None:
+        claimed = [block for block in range(self.world.block_count) if not self.core.pool.is_idle(BlockIndex(block))]
+        self.core.limit_blocks(event.count)
+        table = range(self.world.block_count)
+        for block in table[event.count :]:
+            if block not in claimed:  # Its memory may be released.
+                self.executor.spoil(table, block * self.world.block_size, self.world.block_size)
+        free_count = self.core.stats().blocks_free + self.core.stats().blocks_cached
+        usable = [block for block in table[: event.count] if block not in claimed]
+        assert free_count == len(usable), f"{free_count} blocks are available, but {usable} have no claims"
+        self._count("limits")
+
     def _open_session(self, event: OpenSession) -> None:
         self._sessions.open(self.core, event, self.now)
         self._sessions.check(self.core, self.now)
@@ -607,6 +620,7 @@ _HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {
     Break: Simulation._break,
     Retract: Simulation._retract,
     Forget: Simulation._forget,
+    LimitBlocks: Simulation._limit_blocks,
     OpenSession: Simulation._open_session,
     EndSession: Simulation._end_session,
     HintSession: Simulation._hint_session,
