@@ -60,8 +60,7 @@ class RequestPreparation:
             InvalidRequest: this model or engine does not support an option.
         """
         self._check_vocabulary(request.sampling)
-        self._check_images(request)
-        self._check_audio(request)
+        self._check_media(request)
         self._check_kv_transfer(request)
         if request.resume is not None:
             checked_resume(
@@ -205,13 +204,12 @@ class RequestPreparation:
             kv_transfer = KVTransferParams(do_remote_decode=True) if kv_transfer.do_remote_decode else None
         return msgspec.structs.replace(sequence, resumed_output=tuple(output), guide=guide, kv_transfer=kv_transfer)
 
-    def _check_images(self, request: OpenRequest) -> None:
+    def _check_media(self, request: OpenRequest) -> None:
+        """Check that the model reads the images, or hears the sound, of the prompt."""
         if self._model.images is None and isinstance(request.prompt, ChatPrompt):
             _, sources = split_images(request.prompt.messages)
             if sources:
                 raise InvalidRequest(f"{sources[0].place} {NO_IMAGES}", param=sources[0].place)
-
-    def _check_audio(self, request: OpenRequest) -> None:
         audio, hears = self._model.audio, isinstance(request.prompt, AudioPrompt)
         if audio is None and hears:
             raise InvalidRequest(NO_AUDIO, param="prompt")
