@@ -56,6 +56,7 @@ CACHES = {
     ("text/chat_template.py", "support"): "of a program, as above",
     ("text/chat_template.py", "_environment"): OF_SERVER,
     ("proxy/kept_objects.py", "_objects"): OWNED,
+    ("admission/dispatch.py", "_positions"): "positions of all waiting requests, counted once a second",
     ("admission/recent_requests.py", "_owners"): OWNED,
     ("engine/live_feed.py", "_ended"): OWNED,
     ("proxy/router_feed.py", "_seen"): OWNED,

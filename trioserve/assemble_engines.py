@@ -203,10 +203,16 @@ async def open_engines(
 
 
 async def _run_engine(
-    configured: Mapping[str, EngineOptions], name: str, *, on_loaded: Callable[[Engine], None], stopping: trio.Event
+    configured: Mapping[str, EngineOptions],
+    name: str,
+    *,
+    on_loaded: Callable[[Engine], None],
+    on_progress: Callable[[str, float | None], None],
+    stopping: trio.Event,
 ) -> str:
     """Open an engine, and close it when it has to end. See RunModel."""
     is_open = False
+    progress = LoggedProgress(lambda progress: on_progress(progress.what, progress.share))
 
     async def cancel_opening(scope: trio.CancelScope) -> None:
         await stopping.wait()
@@ -217,7 +223,7 @@ async def _run_engine(
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(cancel_opening, nursery.cancel_scope)
-                async with open_configured_engine(configured[name], on_progress=LoggedProgress(None)) as engine:
+                async with open_configured_engine(configured[name], on_progress=progress) as engine:
                     is_open = True
                     on_loaded(engine)
                     await stopping.wait()

@@ -59,6 +59,11 @@ class LoadProgress(msgspec.Struct, frozen=True):
     done: float
     total: int | None = None
 
+    @property
+    def share(self) -> float | None:
+        """Share of the activity that is done, from 0 to 1. None if the size of the work is unknown."""
+        return None if self.total is None else min(1.0, self.done / max(1, self.total))
+
 
 LoadReport = Callable[[LoadProgress], None]
 """Receives the progress of loading. Called from the thread that loads, first before the activity begins."""

@@ -29,7 +29,7 @@ from trioserve.options.storage import StorageOptions
 
 __all__ = ["Config", "add_arguments", "config_from", "make_config"]
 
-OTHER_VARIABLE = re.compile(r"NATIVE|PARENT_PIPE|URL|CLIENTS|QWEN_CODER|KV_KEY_DIRECTORY")
+OTHER_VARIABLE = re.compile(r"NATIVE|PARENT_SOCKET|URL|CLIENTS|QWEN_CODER|KV_KEY_DIRECTORY")
 """Variables of trioserve that are not options."""
 
 KUBERNETES_VARIABLE = re.compile(

@@ -12,13 +12,13 @@ from trioserve.router.hosted_models import ModelSpec
 from trioserve.router.settings import HostedModelsSettings
 
 
-async def load(name, *, on_loaded, stopping):
+async def load(name, *, on_loaded, on_progress, stopping):
     on_loaded(name)
     await stopping.wait()
     return "it was unloaded"
 
 
-async def fail(name, *, on_loaded, stopping):
+async def fail(name, *, on_loaded, on_progress, stopping):
     return "it is damaged"
 
 

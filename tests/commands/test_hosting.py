@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import trio
 
+from trioserve.assemble_model import LoadProgress
+from trioserve.commands.child_processes import ParentProcess, child_sockets, relay_progress
 from trioserve.commands.hosting import ModelProcesses, hosted_models
 from trioserve.config import Config, add_arguments, config_from, make_config
 from trioserve.contracts.errors import StartupError
@@ -87,3 +90,26 @@ def test_process_of_a_model_gets_the_common_options_and_its_own(tmp_path: Path):
     assert (read.data_dir, read.kv_cache_memory, read.api_key) == (str(tmp_path / "models" / "a"), 1.0, ())
     assert json.loads(str(read.override_generation_config)) == {"top_k": 5}
     assert "secret" not in command
+
+
+async def test_progress_of_a_load_reaches_the_parent_process_once_for_each_per_cent():
+    ours, theirs = child_sockets()
+    parent = ParentProcess(theirs)
+    for done in (0, 1, 500, 504, 1000):
+        parent.report(LoadProgress("loading /x/a", done, 1000))
+    parent.report(LoadProgress("warming up", 3.0))
+    theirs.close()
+    received: list[tuple[str, float | None]] = []
+    with ours, trio.fail_after(10):
+        await relay_progress(trio.socket.from_stdlib_socket(ours), lambda *message: received.append(message))
+    assert received == [*(("loading /x/a", share) for share in (0.0, 0.5, 1.0)), ("warming up", None)]
+
+
+def test_report_to_a_slow_or_missing_parent_process_never_waits():
+    ours, theirs = child_sockets()
+    with ours, theirs:
+        parent = ParentProcess(theirs)
+        for number in range(10_000):
+            parent.report(LoadProgress(f"fetching {number}", 0, 1))
+        assert b"fetching 0" in ours.recv(1000)
+    ParentProcess(None).report(LoadProgress("loading", 0, 1))

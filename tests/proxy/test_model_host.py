@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
@@ -35,6 +36,7 @@ class Models:
         crashes: Event by model that ends its process.
         loads: Names of the models in the order of their loads.
         failures: Reasons of loads that fail, by model.
+        progress: Function by model that reports the progress of its load.
     """
 
     def __init__(self) -> None:
@@ -46,9 +48,11 @@ class Models:
         self.loads: list[str] = []
         self.failures: dict[str, str] = {}
         self.streams: dict[str, object] = {}
+        self.progress: dict[str, Callable[[str, float | None], None]] = {}
 
-    async def run_model(self, name, *, on_loaded, stopping):
+    async def run_model(self, name, *, on_loaded, on_progress, stopping):
         self.loads.append(name)
+        self.progress[name] = on_progress
         crash = self.crashes[name] = trio.Event()
         async with open_memory_server() as server, trio.open_nursery() as nursery:
 
@@ -137,6 +141,68 @@ async def test_load_is_cancelled_when_the_last_waiting_client_leaves(autojump_cl
             assert (await models.host.wait_until_settled("a")).state == "unloaded"
         assert models.host.held_bytes == 0
         await models.router.assert_all_free()
+
+
+async def test_stream_that_waits_for_its_model_begins_early_with_the_progress_of_the_load(autojump_clock):
+    async with open_models(spec("a")) as models:
+        models.loading["a"] = trio.Event()
+        async with AsyncExitStack() as scopes:
+            first = await scopes.enter_async_context(AsyncExitStack())
+            await first.enter_async_context(models.router.client().ask(PATH, body("a")))
+            await wait_all_tasks_blocked()
+            stream = await scopes.enter_async_context(models.router.client().ask(PATH, body("a", stream=True)))
+            await trio.sleep(4)
+            models.progress["a"]("loading a", 0.42)
+            listed = (await (await models.router.client().get("/v1/models/a")).json())["status"]
+            assert (listed["value"], listed["activity"], listed["progress"]) == ("loading", "loading a", 0.42)
+            await trio.sleep(1.5)
+            await first.aclose()
+            models.progress["a"]("warming up a", None)
+            await trio.sleep(1)
+            models.loading["a"].set()
+            assert await stream.head() == 200
+            *comments, rest = (await stream.read()).decode().split("\n\n", 2)
+        assert [msgspec.json.decode(comment.removeprefix(": loading ")) for comment in comments] == [
+            {"model": "a", "state": "loading", "position": 2, "activity": "loading a", "progress": 0.42},
+            {"model": "a", "state": "loading", "position": 1, "activity": "warming up a"},
+        ]
+        assert ": loading" not in rest
+        assert rest.endswith("data: [DONE]\n\n")
+        assert "activity" not in (await (await models.router.client().get("/v1/models/a")).json())["status"]
+        await models.router.assert_all_free()
+
+
+async def test_stream_that_began_early_ends_with_the_error_of_the_load_or_of_the_model(autojump_clock):
+    async with open_models(spec("a")) as models:
+        for fields, code in (({}, "model_load_failed"), ({"max_tokens": 10**9}, None)):
+            models.loading["a"] = trio.Event()
+            async with models.router.client().ask(PATH, body("a", stream=True, **fields)) as stream:
+                await trio.sleep(6)
+                if code is not None:
+                    models.failures["a"] = "its weights are damaged"
+                models.loading["a"].set()
+                assert await stream.head() == 200
+                *_, last = [event async for event in stream]
+            if code is not None:
+                assert (last["error"]["code"], "are damaged" in last["error"]["message"]) == (code, True)
+                del models.failures["a"]
+            else:
+                assert (last["error"]["param"], last["error"]["type"]) == ("max_tokens", "invalid_request_error")
+            await trio.sleep(5.1)
+        await models.router.assert_all_free()
+
+
+async def test_lines_that_wait_for_their_model_begin_early_with_blanks(autojump_clock):
+    async with open_models(spec("a")) as models:
+        models.loading["a"] = trio.Event()
+        asked = {"model": "a", "prompt": "hello", "options": {"num_predict": 5}}
+        async with models.router.client().ask("/api/generate", asked) as stream:
+            await trio.sleep(6)
+            models.loading["a"].set()
+            assert await stream.head() == 200
+            lines = (await stream.read()).decode().split("\n")
+        assert lines[0].startswith(" ")
+        assert msgspec.json.decode([line for line in lines if line.strip()][-1])["done"] is True
 
 
 async def test_failed_load_refuses_all_that_wait_and_is_repeated_after_a_time(autojump_clock):

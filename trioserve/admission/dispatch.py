@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, KeysView
 from contextlib import contextmanager
 
@@ -34,6 +35,7 @@ from trioserve.trio_tools.interrupts import uninterrupted
 __all__ = ["AdmissionScope", "Dispatch", "Fault", "Withdrawn"]
 
 RETRY_SECONDS = 5.0
+POSITION_SECONDS = 1.0
 
 
 class Withdrawn(EndpointLost):
@@ -91,6 +93,8 @@ class Dispatch:
         self._admissions: dict[int, AdmissionScope] = {}
         self._ended_ids = EndedIds()
         self._sent_times = SentTimes()
+        self._positions: dict[int, int] = {}
+        self._positions_at = -math.inf
         self.load_reports_total = {"asked": 0, "pushed": 0}
         self._ticks_at = math.inf
         self._tick_is_earlier = trio.Event()
@@ -232,6 +236,29 @@ class Dispatch:
             owner: Return only requests of this owner. None for all owners.
         """
         return [admission for admission in self._admissions.values() if owner in (None, admission.owner)]
+
+    def position(self, admission: AdmissionScope) -> int:
+        """Return the place of a request among the requests that wait for the same model, in the order of arrival.
+
+        All requests are counted at once, and at most once a second as long as the same requests wait.
+
+        Args:
+            admission: The request.
+
+        Returns:
+            The place, from 1 on. 0: the request does not wait any more.
+        """
+        if not admission.is_waiting:
+            return 0
+        now = trio.current_time()
+        if now >= self._positions_at + POSITION_SECONDS or admission.index not in self._positions:
+            self._positions_at, self._positions = now, {}
+            counts = Counter[str]()
+            for waiting in self._admissions.values():
+                if waiting.is_waiting:
+                    counts[waiting.model] += 1
+                    self._positions[waiting.index] = counts[waiting.model]
+        return self._positions[admission.index]
 
     def note_sent(self) -> None:
         """Note that a request is being sent to its endpoint."""

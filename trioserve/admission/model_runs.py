@@ -40,12 +40,21 @@ LoadedT_co = TypeVar("LoadedT_co", covariant=True)
 class RunModel(Protocol[LoadedT_co]):
     """Type of functions that run a model."""
 
-    async def __call__(self, name: str, *, on_loaded: Callable[[LoadedT_co], None], stopping: trio.Event) -> str:
+    async def __call__(
+        self,
+        name: str,
+        *,
+        on_loaded: Callable[[LoadedT_co], None],
+        on_progress: Callable[[str, float | None], None],
+        stopping: trio.Event,
+    ) -> str:
         """Load a model, and keep it until it has to end. If this function is cancelled, the model ends at once.
 
         Args:
             name: the model.
             on_loaded: called once with the loaded model.
+            on_progress: called with the current activity of the load, for users, and its share that is done, from 0 to
+                1. None: the share is unknown. Any thread may call this function.
             stopping: the load or the model has to end when this event is set.
 
         Returns:
@@ -60,6 +69,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         name: name of the model.
         state: unloaded, loading, loaded, draining or unloading.
         reason: why it has this state.
+        activity: what a load does at the moment, such as "loading chat". None: nothing is loaded, or it is unknown.
+        progress: share of the activity that is done, from 0 to 1. None: it is unknown.
         state_seconds: time since the last change of the state.
         bytes: memory that the model may use while it is loaded.
         waiting: requests that wait for the model.
@@ -75,6 +86,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: str
     reason: str
+    activity: str | None
+    progress: float | None
     state_seconds: float
     bytes: int
     waiting: int
@@ -93,6 +106,10 @@ class _Run(Generic[LoadedT]):
         self.name = name
         self.stopping = trio.Event()
         self.loaded: LoadedT | None = None
+        self.progress: tuple[str | None, float | None] = None, None
+
+    def note_progress(self, activity: str, share: float | None) -> None:
+        self.progress = activity, share  # One assignment, because it may run in another thread than its readers.
 
 
 @uninterrupted
@@ -288,6 +305,14 @@ class ModelRuns(Generic[LoadedT]):
             await trio.lowlevel.checkpoint()  # `run` replaces the event.
         return self.status(name)
 
+    def is_loaded(self, name: str) -> bool:
+        """Return True if requests for a model get leases.
+
+        Args:
+            name: a hosted model.
+        """
+        return self._models[name].state is ModelState.LOADED
+
     def status(self, name: str) -> ModelStatus:
         """Return the state of a model.
 
@@ -295,11 +320,15 @@ class ModelRuns(Generic[LoadedT]):
             name: a hosted model.
         """
         model, now = self._models[name], trio.current_time()
+        is_loading = model.state is ModelState.LOADING
+        activity, progress = self._runs[name].progress if is_loading else (None, None)
         idles = model.state is ModelState.LOADED and model.is_idle and model.idle_until < math.inf
         return ModelStatus(
             name=name,
             state=model.state.value,
             reason=self._reason(model, now),
+            activity=activity,
+            progress=progress,
             state_seconds=max(0.0, now - max(model.changed_at, self._begun_at)),
             bytes=model.spec.bytes,
             waiting=model.waiting_count,
@@ -352,7 +381,7 @@ class ModelRuns(Generic[LoadedT]):
             self.on_order(ModelState.LOADED, loaded)
             self._changed.set()
 
-        ended = await self._run_model(name, on_loaded=note_loaded, stopping=run.stopping)
+        ended = await self._run_model(name, on_loaded=note_loaded, on_progress=run.note_progress, stopping=run.stopping)
         state, now = self._models[name].state, trio.current_time()
         del self._runs[name]
         if state is ModelState.UNLOADING:

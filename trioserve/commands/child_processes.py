@@ -7,13 +7,16 @@ key, which is its name or its number.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
 import trio
@@ -21,20 +24,28 @@ import trio
 from trioserve.commands.log_lines import announce
 from trioserve.commands.program_end import StopSignals
 
+if TYPE_CHECKING:
+    from trioserve.assemble_model import LoadProgress
+
 __all__ = [
     "LINE_BYTES_MAX",
-    "PARENT_PIPE",
+    "PARENT_SOCKET",
     "Ended",
+    "LoadMessage",
     "Order",
+    "ParentProcess",
     "Serving",
     "Signalled",
+    "child_sockets",
     "relay_lines",
+    "relay_progress",
     "relay_signals",
     "start_child",
 ]
 
-PARENT_PIPE = "TRIOSERVE_PARENT_PIPE"
-"""Variable with the number of a pipe. A server stops when the pipe is closed, because its parent process has ended."""
+PARENT_SOCKET = "TRIOSERVE_PARENT_SOCKET"
+"""Variable with the file descriptor of a socket to the process that started a server. See ParentProcess."""
+MESSAGE_BYTES_MAX = 64 * 1024
 LINE_BYTES_MAX = 64 * 1024  # maximum length of a line of output; a longer line is printed in pieces
 SERVING = re.compile(r"serving .* at (\S+) ")
 
@@ -84,6 +95,81 @@ class Order(msgspec.Struct, Generic[Key], frozen=True):
 
     what: Literal["start", "stop", "kill"]
     key: Key
+
+
+class LoadMessage(msgspec.Struct, frozen=True):
+    """Message of a child process: the progress of loading its model.
+
+    Attributes:
+        activity: current activity, for people.
+        share: share of the activity that is done, from 0 to 1. None: it is unknown.
+    """
+
+    activity: str
+    share: float | None
+
+
+def child_sockets() -> tuple[socket.socket, socket.socket]:
+    """Create the sockets between a parent process and a child process, which keep the borders of messages."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class ParentProcess:
+    """The process that started this server. It stops this server by its end, and receives the progress of loading.
+
+    Args:
+        connection: socket to the parent process. None if no server started this one.
+    """
+
+    def __init__(self, connection: socket.socket | None) -> None:
+        self._connection = connection
+        self._last: LoadMessage | None = None
+
+    @classmethod
+    def of_environment(cls) -> ParentProcess:
+        """Find the parent process, and remove the variable that names its socket."""
+        number = os.environ.pop(PARENT_SOCKET, None)
+        return cls(None if number is None else socket.socket(fileno=int(number)))
+
+    def stop_with_it(self) -> None:
+        """Stop this server when the parent process has ended."""
+        connection = self._connection
+        if connection is None:
+            return
+
+        def wait() -> None:
+            with contextlib.suppress(OSError):
+                while connection.recv(1):
+                    pass
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=wait, name="parent", daemon=True).start()
+
+    def report(self, progress: LoadProgress) -> None:
+        """Report the progress of loading in steps of one per cent. The thread that loads calls this method.
+
+        Args:
+            progress: current activity, and how much of it is done.
+        """
+        share = progress.share
+        message = LoadMessage(progress.what, None if share is None else int(100 * share) / 100)
+        if self._connection is None or message == self._last:
+            return
+        self._last = message
+        with contextlib.suppress(OSError):  # If the parent process is slow, it misses a message.
+            self._connection.send(msgspec.json.encode(message), socket.MSG_DONTWAIT)
+
+
+async def relay_progress(connection: trio.socket.SocketType, note: Callable[[str, float | None], None]) -> None:
+    """Receive the progress of a child process until the child process ends.
+
+    Args:
+        connection: the parent's socket.
+        note: called with the activity and its share of each message.
+    """
+    while data := await connection.recv(MESSAGE_BYTES_MAX):
+        message = msgspec.json.decode(data, type=LoadMessage)
+        note(message.activity, message.share)
 
 
 async def start_child(nursery: trio.Nursery, arguments: list[str], **options: Any) -> trio.Process:

@@ -16,7 +16,13 @@ import trio
 
 from trioserve.admission.model_runs import ModelRuns
 from trioserve.assemble_engines import memory_budget, model_spec
-from trioserve.commands.child_processes import PARENT_PIPE, relay_lines, start_child
+from trioserve.commands.child_processes import (
+    PARENT_SOCKET,
+    child_sockets,
+    relay_lines,
+    relay_progress,
+    start_child,
+)
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.options.engine import EngineOptions, ImageOptions
@@ -138,12 +144,20 @@ class ModelProcesses:
             flags += ["--data-dir", str(Path(config.data_dir) / "models" / name.replace("/", "--"))]
         return flags + engine_flags({**self._common, **model.engine})
 
-    async def run(self, name: str, *, on_loaded: Callable[[EndpointSpec], None], stopping: trio.Event) -> str:
+    async def run(
+        self,
+        name: str,
+        *,
+        on_loaded: Callable[[EndpointSpec], None],
+        on_progress: Callable[[str, float | None], None],
+        stopping: trio.Event,
+    ) -> str:
         """Run the process of a model, see RunModel.
 
         Args:
             name: the model.
             on_loaded: called once the process accepts requests.
+            on_progress: called with the progress of the load.
             stopping: the process gets SIGTERM when this event is set.
 
         Returns:
@@ -152,17 +166,23 @@ class ModelProcesses:
         self._loads += 1
         id = f"{name}#{self._loads}"
         key = {f"{ENVIRONMENT_PREFIX}API_KEY": self._key, f"{ENVIRONMENT_PREFIX}ADMIN_API_KEY": self._key}
-        last_line = ""
-        reading, writing = os.pipe()
-        try:
+        path, last_line = self._models[name].path, ""
+        ours, theirs = child_sockets()
+
+        def note_progress(activity: str, share: float | None) -> None:
+            on_progress(activity.replace(path, name), share)  # Clients see the activity, but no paths.
+
+        on_progress(f"starting the process of {name}", None)
+        with ours, theirs:
             async with trio.open_nursery() as nursery:
                 process = await start_child(
                     nursery,
                     ["-m", "trioserve", *self.command(name)],
                     stderr=subprocess.PIPE,
-                    env=_environment({**key, PARENT_PIPE: str(reading)}),
-                    pass_fds=(reading,),
+                    env=_environment({**key, PARENT_SOCKET: str(theirs.fileno())}),
+                    pass_fds=(theirs.fileno(),),
                 )
+                nursery.start_soon(relay_progress, trio.socket.from_stdlib_socket(ours), note_progress)
                 nursery.start_soon(_stop, process, stopping)
                 assert process.stderr is not None
 
@@ -172,9 +192,6 @@ class ModelProcesses:
                 last_line = await relay_lines(name, process.stderr, note_serving)
                 code = await process.wait()
                 nursery.cancel_scope.cancel()
-        finally:
-            os.close(reading)
-            os.close(writing)
         return f"its process ended with code {code}: {last_line}" if code else "its process ended"
 
 

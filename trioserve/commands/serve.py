@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -20,7 +19,7 @@ from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.routes import App
 from trioserve.assemble import Loaded, open_configured_engine
 from trioserve.assemble_model import LoadReport, default_served_name
-from trioserve.commands.child_processes import PARENT_PIPE
+from trioserve.commands.child_processes import ParentProcess
 from trioserve.commands.engine_app import engine_app
 from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines
@@ -69,7 +68,8 @@ def run_server(config: Config) -> int:
         EngineFault: the engine broke.
     """
 
-    stop_with_parent()
+    parent = ParentProcess.of_environment()
+    parent.stop_with_it()
     if config.hosts_models:
         # This import is late, because a server with one model needs none of the imported modules.
         from trioserve.commands.hosting import Hosting
@@ -88,9 +88,9 @@ def run_server(config: Config) -> int:
             # This import is late, because language models need none of the imported packages.
             from trioserve.commands.serve_images import serve_images
 
-            await serve_images(config, orders, on_serving=announce)
+            await serve_images(config, orders, on_serving=announce, on_progress=parent.report)
         else:
-            await serve_configured(config, orders, on_serving=announce)
+            await serve_configured(config, orders, on_serving=announce, on_progress=parent.report)
 
     return run_until_signal(config, serve_model, what=", ".join(_names(config)))
 
@@ -108,6 +108,7 @@ async def serve_configured(
     orders: trio.MemoryReceiveChannel[object],
     *,
     on_serving: Callable[[list[str]], None] = lambda urls: None,
+    on_progress: LoadReport = lambda progress: None,
     open_engine: OpenEngine = open_configured_engine,
     opened: Engine | None = None,
 ) -> None:
@@ -119,6 +120,7 @@ async def serve_configured(
         config: options of the server.
         orders: stops the server. See `Service.run` for its items.
         on_serving: receives the URLs once the server accepts requests.
+        on_progress: receives the progress of loading.
         open_engine: opens the engine. Tests and other hosts pass another function.
         opened: an engine that the caller has opened and will close. None opens an engine with `open_engine`.
 
@@ -134,7 +136,7 @@ async def serve_configured(
     routing = Routing(config)
     profiles = check_profile_directory(config.profile)
     async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
-        bar = None if opened else scopes.enter_context(contextlib.closing(LoadingBar(config.model)))
+        bar = None if opened else scopes.enter_context(contextlib.closing(LoadingBar(config.model, on_progress)))
         tracing = await scopes.enter_async_context(open_tracing(config))
         store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), config.store_settings()))
         engine = opened
@@ -246,21 +248,6 @@ class _WorkerWithBackgroundWork:
     async def wait_until_idle(self) -> None:
         await self._app.wait_until_idle()
         await self._engine.wait_until_idle()
-
-
-def stop_with_parent() -> None:
-    """Stop this server when the server that started it has ended. Do nothing if no server started it."""
-    number = os.environ.pop(PARENT_PIPE, None)
-    if number is None:
-        return
-
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(int(number), 1):
-                pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def _names(config: Config) -> list[str]:

@@ -80,6 +80,7 @@ async def serve_images(
     orders: trio.MemoryReceiveChannel[object],
     *,
     on_serving: Callable[[list[str]], None] = lambda urls: None,
+    on_progress: LoadReport = lambda progress: None,
     open_engine: OpenImageEngine = open_configured_image_engine,
 ) -> None:
     """Run the whole server in the caller's scope, until `orders` yields an item and the server has drained.
@@ -90,6 +91,7 @@ async def serve_images(
         config: options of the server.
         orders: stops the server. See `Service.run` for its items.
         on_serving: receives the URLs once the server accepts requests.
+        on_progress: receives the progress of loading.
         open_engine: opens the engine. Tests pass another function.
 
     Raises:
@@ -102,7 +104,7 @@ async def serve_images(
     ssl_context = server_tls(config)
     async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
         tracing = await scopes.enter_async_context(open_tracing(config))
-        with closing(LoadingBar(config.model)) as bar:
+        with closing(LoadingBar(config.model, on_progress)) as bar:
             engine = await scopes.enter_async_context(open_engine(config, on_progress=bar.progress))
         # An uploaded image may be as large as a generated image.
         uploads = ImageLimits(pixels_max=engine.limits.pixels_max, decode_seconds_max=config.image_decode_timeout)

@@ -15,7 +15,7 @@ import msgspec
 import trio
 
 from trioserve.assemble import Loaded, open_configured_engine
-from trioserve.assemble_model import LoadProgress
+from trioserve.assemble_model import LoadProgress, LoadReport
 from trioserve.commands.log_lines import announce, status_stream
 from trioserve.commands.processor import processor_name
 from trioserve.commands.program_end import EXIT_INTERRUPTED
@@ -44,10 +44,12 @@ class LoadingBar:
 
     Args:
         model: name or path of the model, as shown to the user.
+        report: also receives all progress.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, report: LoadReport = lambda progress: None) -> None:
         self._model = model
+        self._report = report
         self._bar = ProgressBar(f"loading {model}", status_stream())
 
     def progress(self, progress: LoadProgress) -> None:
@@ -56,6 +58,7 @@ class LoadingBar:
         Args:
             progress: current phase, and how much of this phase is done.
         """
+        self._report(progress)
         self._bar.turn_to(progress.what)
         if progress.total is None:
             self._bar.show_seconds(progress.done)

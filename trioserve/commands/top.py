@@ -168,8 +168,10 @@ def view(state: FeedState, url: str) -> RenderableType:
         for name, model in models.items():
             memory = f"{model.get('bytes', 0) / 2**30:.1f} GiB"
             counts_of_model = (str(model.get(key, "-")) for key in ("waiting", "leases"))
+            progress = model.get("progress")
+            state_there = str(model.get("state", "-")) + ("" if progress is None else f" {progress:.0%}")
             reason = Text(str(model.get("failure") or model.get("reason") or "-"))
-            table.add_row(Text(name), str(model.get("state", "-")), *counts_of_model, memory, reason)
+            table.add_row(Text(name), state_there, *counts_of_model, memory, reason)
         parts.append(table)
     requests = Table("request", "phase", "age", "prompt", "tokens", "tenant", box=None, header_style="bold")
     now = float(state.fields.get("now") or 0.0)

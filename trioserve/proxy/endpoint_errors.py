@@ -83,6 +83,7 @@ class Refused(TrioserveError):
                 type=str(error.get("type") or "invalid_request_error"),
                 code=None if error.get("code") is None else str(error["code"]),
                 message=str(error.get("message") or f"the endpoint answered with status {self.response.status}"),
+                param=None if error.get("param") is None else str(error["param"]),
             )
         )
 

@@ -80,7 +80,7 @@ async def forward(context: RouterContext) -> None:
     """
     with _refusals_logged(context):
         asked = await _asked(context)
-        if context.services.models is not None and await set_keep_alive(context, asked):
+        if context.services.models is not None and await set_keep_alive(context, asked.model, asked.body):
             return
         with asked.clock.running():
             stream = await _stream_of(context, asked)

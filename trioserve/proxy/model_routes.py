@@ -26,13 +26,14 @@ from trioserve.api.ollama.models import model_card, running_card
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.response import Listing, Response
+from trioserve.api.sse import encode
 from trioserve.api.surface import OLLAMA_PATH
 from trioserve.contracts.errors import InvalidRequest, UnknownModel
 from trioserve.proxy.fleet import EndpointSpec
-from trioserve.proxy.routed_body import LINE_PATHS
+from trioserve.proxy.routed_body import LINE_PATHS, RoutedBody
 
 if TYPE_CHECKING:
-    from trioserve.proxy.proxied_request import AskedRequest
+    from trioserve.admission.dispatch import AdmissionScope
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "list_running",
     "list_tags",
     "load_model",
+    "loading_comment",
     "read_model",
     "set_keep_alive",
     "unload_model",
@@ -63,6 +65,8 @@ class RoutedModelStatus(Response):
         leases: requests that use the model.
         memory_bytes: memory that the model may use while it is loaded.
         load_seconds: time of the last load, or its estimate.
+        activity: what the load does at the moment.
+        progress: share of the activity that is done, from 0 to 1.
         unloads_in_seconds: time until the model is unloaded if it stays idle.
     """
 
@@ -72,6 +76,8 @@ class RoutedModelStatus(Response):
     leases: int
     memory_bytes: int
     load_seconds: float
+    activity: str | UnsetType = UNSET
+    progress: float | UnsetType = UNSET
     failed: bool | UnsetType = UNSET
     unloads_in_seconds: float | UnsetType = UNSET
 
@@ -83,6 +89,24 @@ class RoutedModel(Response, tag_field="object", tag="model"):
     created: int
     owned_by: str
     status: RoutedModelStatus | UnsetType = UNSET
+
+
+class LoadingComment(Response):
+    """Comment in a stream that waits for its model.
+
+    Attributes:
+        model: name of the model.
+        state: state of the model.
+        activity: what the load does at the moment.
+        progress: share of the activity that is done, from 0 to 1.
+        position: place of the request among those that wait for the model, in the order of their arrival.
+    """
+
+    model: str
+    state: str
+    position: int
+    activity: str | UnsetType = UNSET
+    progress: float | UnsetType = UNSET
 
 
 class NamedModel(msgspec.Struct, frozen=True):
@@ -160,14 +184,35 @@ async def unload_model(context: RouterContext) -> None:
     await context.respond_json(ModelChanged(success=True, status=_status(status)))
 
 
-async def set_keep_alive(context: RouterContext, asked: AskedRequest) -> bool:
+def loading_comment(context: RouterContext, admission: AdmissionScope) -> bytes:
+    """Describe what a stream waits for, as a comment that readers of events skip.
+
+    Args:
+        context: request of the router's API, for a model that is loaded on demand.
+        admission: the same request.
+    """
+    models = context.services.models
+    assert models is not None, "only models that are loaded on demand are waited for"
+    shown = _status(models.status(admission.model))
+    comment = LoadingComment(
+        model=admission.model,
+        state=shown.value,
+        activity=shown.activity,
+        progress=shown.progress,
+        position=context.services.fleet.dispatch.position(admission),
+    )
+    return b": loading " + encode(comment) + b"\n\n"
+
+
+async def set_keep_alive(context: RouterContext, hosted: str, body: RoutedBody) -> bool:
     """Set how long the model of a request stays loaded after it, and answer a request of Ollama's API that unloads it.
 
     Such a request has no prompt and a `keep_alive` of 0. A request without `keep_alive` sets the model's default.
 
     Args:
         context: Request of the router's API.
-        asked: the same request.
+        hosted: name of its model.
+        body: its body.
 
     Returns:
         True if the request was answered.
@@ -175,18 +220,18 @@ async def set_keep_alive(context: RouterContext, asked: AskedRequest) -> bool:
     Raises:
         InvalidRequest: `keep_alive` is no time.
     """
-    models, path, body = context.services.models, context.exchange.path, asked.body
-    if models is None or asked.model not in models:
+    models, path = context.services.models, context.exchange.path
+    if models is None or hosted not in models:
         return False
     seconds = None
     if body.keep_alive is not None and path.startswith(OLLAMA_PATH):
         seconds = keep_alive_seconds(body.keep_alive)
-    models.keep_alive(asked.model, seconds)
+    models.keep_alive(hosted, seconds)
     has_no_prompt = bytes(body.content) in (b"", b'""', b"[]", b"null")
     if seconds != 0 or path not in LINE_PATHS or not has_no_prompt:
         return False
-    models.unload(asked.model)
-    model, now = body.model or asked.model, iso_time(int(time.time()))
+    models.unload(hosted)
+    model, now = body.model or hosted, iso_time(int(time.time()))
     if path == "/api/chat":
         said = OllamaSaid(role="assistant", content="")
         line = OllamaChatLine(model=model, created_at=now, done=True, done_reason="unload", message=said)
@@ -293,6 +338,8 @@ def _status(status: ModelStatus) -> RoutedModelStatus:
         leases=status.leases,
         memory_bytes=status.bytes,
         load_seconds=round(status.load_seconds, 3),
+        activity=UNSET if status.activity is None else status.activity,
+        progress=UNSET if status.progress is None else status.progress,
         failed=True if status.failure is not None else UNSET,
         unloads_in_seconds=UNSET if status.unloads_in_seconds is None else round(status.unloads_in_seconds, 3),
     )

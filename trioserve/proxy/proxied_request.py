@@ -17,7 +17,9 @@ from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, pas
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import Draining, EndpointLost, Overloaded, QueueWaitOver, RequestPoisoned
 from trioserve.proxy.forwarded_headers import request_headers, response_headers
+from trioserve.proxy.model_routes import loading_comment
 from trioserve.proxy.routed_body import RoutedBody, RoutedForm, rewritten
+from trioserve.proxy.streams.continuation import CONTINUED_PATHS
 from trioserve.proxy.streams.foreign_stream import COMPLETIONS_PATH
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from trioserve.proxy.streams.continuation import Continuation
 
 __all__ = ["AskedRequest", "ProxiedRequest", "RequestClock"]
+
+LOADING_SECONDS = 5.0  # A stream begins after this wait for its model. Until then, an error has its own status.
+LOADING_COMMENT_SECONDS = 1.0
 
 
 class AskedRequest(msgspec.Struct, frozen=True):
@@ -92,6 +97,17 @@ class ProxiedRequest:
         if continuation is not None:
             admission.can_resume = continuation.can_resume
             admission.note_reasoning_ended = continuation.note_reasoning_ended
+        models = context.services.models
+        # Another router needs the status of an error, to ask another endpoint. So its streams do not begin early.
+        self._may_begin_early = (
+            models is not None
+            and admission.model in models
+            and bool(asked.body.stream)
+            and context.exchange.path in CONTINUED_PATHS
+            and not admission.is_pinned
+            and not context.client_events.is_behind
+            and RESUMABLE_HEADER not in context.exchange.headers
+        )
 
     def _note_recomputed(self, events: NumberedEvents, resume: bytes) -> None:
         self.context.client_events = events
@@ -101,7 +117,8 @@ class ProxiedRequest:
     async def lease(self) -> EndpointId:
         """Wait for a lease, and return its endpoint.
 
-        A client whose stream has begun gets comments meanwhile, which keep the connection alive.
+        A client whose stream has begun gets comments meanwhile, which keep the connection alive. A stream begins early
+        if it waits for its model, and its comments have the progress of the load.
 
         Raises:
             Refusal: The queue deadline has passed, or an endpoint had refused the request and no other endpoint is
@@ -111,11 +128,29 @@ class ProxiedRequest:
             RequestPoisoned: The request has crashed several endpoints.
         """
         context = self.context
-        while context.exchange.started:
-            with trio.move_on_after(context.services.access.keep_alive_seconds):
+        while context.exchange.started or self._may_begin_early:
+            seconds = context.services.access.keep_alive_seconds
+            if self._waits_for_model:
+                seconds = LOADING_COMMENT_SECONDS if context.exchange.started else LOADING_SECONDS
+            with trio.move_on_after(seconds):
                 return await self._lease()
-            await context.exchange.send(context.client_events.keep_alive)
+            await self._send_comment()
         return await self._lease()
+
+    @property
+    def _waits_for_model(self) -> bool:
+        models = self.context.services.models
+        return self._may_begin_early and models is not None and not models.is_loaded(self.admission.model)
+
+    async def _send_comment(self) -> None:
+        context, comment = self.context, self.context.client_events.keep_alive
+        if self._waits_for_model:
+            if not context.exchange.started:
+                await context.start_early()
+            if context.client_events.takes_all:
+                comment = loading_comment(context, self.admission)
+        if context.exchange.started:
+            await context.exchange.send(comment)
 
     async def _lease(self) -> EndpointId:
         context, admission = self.context, self.admission

@@ -149,6 +149,8 @@ async def handle_failure(proxied: ProxiedRequest, id: EndpointId, failure: Refus
         if isinstance(failure, Refused):
             if not failure.is_shown:
                 raise EndpointLost(f'the endpoint "{id}" answered with status {failure.response.status}')
+            if context.exchange.started:
+                raise failure.for_client()  # The stream began early, so the error is its last event.
             await _pass_on(proxied, failure.response, failure.body)
         elif isinstance(failure, StreamFailed):
             await _end_with(context, failure)
@@ -444,8 +446,7 @@ def _check_first_event(id: EndpointId, events: bytes) -> None:
 async def _pass_on(proxied: ProxiedRequest, response: RemoteResponse, body: bytes) -> None:
     context = proxied.context
     if context.exchange.started:
-        # The head of a response was sent, so the client can no longer get this status.
-        raise EndpointLost(f"the endpoint answered the repeated request with status {response.status}")
+        raise EndpointLost(f"the endpoint answered with status {response.status} and no events, to a stream")
     if response.status >= 400:
         context.note_error(response.status, response.header(REASON_HEADER) or error_code(body))
     await context.respond(response.status, proxied.response_headers(response), body)

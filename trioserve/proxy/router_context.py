@@ -214,6 +214,12 @@ class RouterContext(Responder):
         self.status = status
         await self.exchange.start(status, headers)
 
+    async def start_early(self) -> None:
+        """Send the head of an event stream before an endpoint has answered."""
+        # Buffering proxies such as nginx would otherwise delay the comments.
+        fields = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
+        await self.start(200, self._head("text/event-stream; charset=utf-8", fields), is_events=True)
+
     async def send_events(self, events: bytes) -> None:
         """Send the events that the client has not received yet.
 

@@ -136,6 +136,7 @@ class RouterFeed:
             name: {
                 "state": status.state,
                 "reason": status.reason,
+                "progress": status.progress,
                 "since_at": round(now - status.state_seconds, 1),
                 "bytes": status.bytes,
                 "waiting": status.waiting,

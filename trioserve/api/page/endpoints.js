@@ -46,13 +46,13 @@ class ModelCard {
 	}
 
 	show(model) {
-		const { facts } = this, { state, since_at: since, failure, unloads_at: unloads } = model;
+		const { facts } = this, { state, since_at: since, failure, progress, unloads_at: unloads } = model;
 		const failed = state === "unloaded" && failure;
 		this.action = state === "loaded" || state === "draining" ? "unload" : "load";
 		write(this.act, title(this.action));
 		this.act.setAttribute("aria-label", `${title(this.action)} model ${this.name}`);
 		this.act.disabled = state === "loading" || state === "unloading" || state === "draining";
-		write(this.health, `${MODEL_SIGNS[state] ?? "○"} ${state} for ${duration(Math.max(0, feed.now() - since))}`);
+		write(this.health, `${MODEL_SIGNS[state] ?? "○"} ${state}${progress == null ? "" : ` ${percent(progress)}`} for ${duration(Math.max(0, feed.now() - since))}`);
 		this.health.dataset.health = failed ? "failed" : state;
 		facts.set("Why", failed ? failure : model.reason);
 		facts.set("Memory", bytes(model.bytes));
