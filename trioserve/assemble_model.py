@@ -14,7 +14,7 @@ import trio
 from trioserve.admission.text_threads import TextThreads
 from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.contracts.errors import ModelLoadError, StartupError
-from trioserve.contracts.images import ImageEncoder, ImageProcessing
+from trioserve.contracts.images import ImageEncoder
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.drafts.checkpoints import EagleCheckpoint, check_same_tokens
 from trioserve.model.drafts.settings import DraftSettings
@@ -33,8 +33,8 @@ from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.worker_thread import LongJob, call_abandonable
+from trioserve.vision.families.registry import ImageProcessing
 from trioserve.vision.image_file import why_no_images
-from trioserve.vision.image_prompt import IMAGE_SIGN
 
 if TYPE_CHECKING:
     from trioserve.model.drafts.checkpoints import DraftSource
@@ -229,8 +229,11 @@ class ModelFiles:
             return None
         processing = checkpoint.vision.processing
         reason = why_no_images()
-        if tokenizer.added_token_id(IMAGE_SIGN) != processing.image_token_id:
-            reason = f"its tokenizer has another token for {IMAGE_SIGN} than image_token_id {processing.image_token_id}"
+        if tokenizer.added_token_id(processing.row_token) != processing.image_token_id:
+            reason = (
+                f"its tokenizer has another token for {processing.row_token} than image_token_id "
+                f"{processing.image_token_id}"
+            )
         if reason is not None:
             logger.warning("images are not served: %s", reason)
             return None

@@ -34,7 +34,7 @@ from trioserve.metrics.metric import Metric, Question
 from trioserve.metrics.registry import CATALOGUE
 from trioserve.model.families.registry import FAMILIES
 from trioserve.model.loading.encoder_directory import ENCODER_CLASSES
-from trioserve.model.loading.vision_part import VISION_CLASSES
+from trioserve.model.vision.part import IMAGE_FAMILIES
 from trioserve.options.option import in_python, options_of
 from trioserve.options.router import RouterOptions
 from trioserve.options.server import ServerOptions
@@ -315,7 +315,7 @@ def vllm_table(kind: str) -> str:
 def _served(name: str) -> str:
     """Return the entry of SERVED for a class of config.json's `architectures`."""
     whole, texts, none = SERVED
-    if name in (*VISION_CLASSES, *ENCODER_CLASSES):
+    if name in (*IMAGE_FAMILIES, *ENCODER_CLASSES):
         return whole
     for family in FAMILIES:
         if name in (*family.classes, *family.headless_classes):

@@ -25,8 +25,8 @@ from trioserve.testing.fake_image_encoder import FAKE_IMAGES
 from trioserve.trio_tools.process_pool import FRAME, ProcessPool
 from trioserve.vision import decoding_process
 from trioserve.vision.decoding_process import DecodeJob, DecodeReply
+from trioserve.vision.families.registry import tiles_of
 from trioserve.vision.image_file import decoded_image, decoded_mask
-from trioserve.vision.tiles import tiles_of
 
 LIMITS = ImageLimits(decode_seconds_max=60.0)
 
@@ -53,7 +53,7 @@ async def test_process_decodes_the_same_pixels() -> None:
     content = png(mode="RGBA")
     with decoding() as decoder:
         async with decoder.turn("key"):
-            tiles = await decoder.tiles(content, FAKE_IMAGES, "here")
+            tiles = await decoder.tiles(content, FAKE_IMAGES, FAKE_IMAGES.plan(40, 30), "here")
             assert np.array_equal(np.asarray(tiles), tiles_of(content, FAKE_IMAGES, "here"))
             assert await decoder.image(content, "here") == decoded_image(content, LIMITS, "here")
             assert await decoder.mask(content, "here") == decoded_mask(content, LIMITS, "here")

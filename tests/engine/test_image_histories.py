@@ -21,7 +21,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.engine.image_encoding import ImageEncoding
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
-from trioserve.testing.fake_image_encoder import FAKE_IMAGES
+from trioserve.testing.fake_image_encoder import FAKE_TILE_BYTES
 from trioserve.testing.invariants import check_core
 
 TEN = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
@@ -56,7 +56,7 @@ async def play(seed: int, expected: dict[tuple[int, ...], str], rooms: tuple[int
         rooms: possible limits of image memory, in tiles. Each holds at least two images.
     """
     rng = random.Random(seed)
-    limits = ImageLimits(outputs_bytes_max=rng.choice(rooms) * FAKE_IMAGES.tile_bytes)
+    limits = ImageLimits(outputs_bytes_max=rng.choice(rooms) * FAKE_TILE_BYTES)
     async with open_fake_engine(image_limits=limits, max_queued_requests=50, **OPTIONS) as fake:
         scopes: list[trio.CancelScope] = []
         ends = 0

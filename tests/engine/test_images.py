@@ -23,10 +23,10 @@ from trioserve.contracts.pooling import PoolingParams
 from trioserve.contracts.prompt import ChatPrompt, Cut
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
-from trioserve.testing.fake_image_encoder import FAKE_IMAGES
+from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FAKE_TILE_BYTES
 from trioserve.testing.invariants import check_core
 
-IMAGE_BYTES = 5 * FAKE_IMAGES.tile_bytes  # This is a square image.
+IMAGE_BYTES = 5 * FAKE_TILE_BYTES  # This is a square image.
 TEN = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
 SIXTY = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
@@ -460,10 +460,10 @@ async def test_slow_image_of_one_tenant_does_not_delay_other_tenants() -> None:
         decode = fake.image_decoder.tiles
         slow = trio.Event()
 
-        async def tiles(content: bytes, processing: Any, place: str) -> Any:
+        async def tiles(content: bytes, *others: Any) -> Any:
             if content == png(1):
                 await slow.wait()
-            return await decode(content, processing, place)
+            return await decode(content, *others)
 
         fake.image_decoder.tiles = tiles  # type: ignore[method-assign]
         async with trio.open_nursery() as nursery:

@@ -17,7 +17,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint, open_eagle
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import ModelRunner
-from trioserve.model.vision_tower import VisionTower
+from trioserve.model.vision.tower import VisionTower
 
 THREADS = [1, 3]  # two values, because one of them may be the machine's default
 
@@ -39,13 +39,13 @@ async def test_image_encoder_uses_the_requested_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: set[int] = set()
-    layer = VisionTower.layer
+    pixels = VisionTower.pixels
 
-    def counted(tower: VisionTower, index: int, hidden: torch.Tensor) -> torch.Tensor:
+    def counted(tower: VisionTower, tile: Any) -> Any:
         seen.add(torch.get_num_threads())
-        return layer(tower, index, hidden)
+        return pixels(tower, tile)
 
-    monkeypatch.setattr(VisionTower, "layer", counted)
+    monkeypatch.setattr(VisionTower, "pixels", counted)
     tiny_vision.write_checkpoint(tmp_path)
     image = {"type": "image", "image": tiny_vision.image_file(20, 20)}
     prompt = ChatPrompt(messages=[{"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]}])

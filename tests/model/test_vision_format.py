@@ -21,9 +21,10 @@ def seeing(tiny_vision: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 
 def rows(runner: ModelRunner) -> np.ndarray[Any, Any]:
     assert runner.vision is not None
-    size = runner.vision.processing.tile_size
-    tile = np.random.default_rng(1).integers(0, 256, (1, size, size, 3)).astype(np.uint8)
-    encoding = runner.vision.begin(tile)
+    plan = runner.vision.processing.plan(5, 5)
+    shape = (plan.tile_count, plan.tile_height, plan.tile_width, 3)
+    tiles = np.random.default_rng(1).integers(0, 256, shape).astype(np.uint8)
+    encoding = runner.vision.begin(tiles, plan)
     while not encoding.advance():
         pass
     return encoding.rows

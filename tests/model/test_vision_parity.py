@@ -22,8 +22,8 @@ from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.text.tokenizer import Tokenizer
+from trioserve.vision.families.registry import tiles_of
 from trioserve.vision.image_prompt import ImageReader, split_images
-from trioserve.vision.tiles import tiles_of
 
 LOGPROB_TOLERANCE = 2e-4
 ALL_LOGPROBS = SamplingParams(temperature=0.0, logprobs=20, prompt_logprobs=20)
@@ -74,11 +74,13 @@ class Prompted:
     def given(self, runner: Any) -> tuple[GivenRows, ...]:
         rows: list[GivenRows] = []
         for image, tiles in zip(self.images, self.tiles, strict=True):
-            encoding = runner.vision.begin(tiles)
+            encoding = runner.vision.begin(tiles, image.image.plan)
             while not encoding.advance():
                 pass
-            for tile, (start, count) in enumerate(image.runs):
-                rows.append(GivenRows(start, count, bytes([tile] * 16), encoding.rows[tile * count :][:count]))
+            first = 0
+            for run, (start, count) in enumerate(image.runs):
+                rows.append(GivenRows(start, count, bytes([run] * 16), encoding.rows[first : first + count]))
+                first += count
         return tuple(rows)
 
 

@@ -14,12 +14,12 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.image_generation import RGBImage
-from trioserve.contracts.images import ImageLimits, ImageProcessing, Tiles
+from trioserve.contracts.images import ImageLimits, ImagePlan, Tiles
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.process_pool import JobTooLong, ProcessLost, ProcessPool
 from trioserve.vision.decoding_process import DecodeJob, DecodeReply, memory_bytes_max
+from trioserve.vision.families.registry import ImageProcessing, tiles_from
 from trioserve.vision.image_header import read_header
-from trioserve.vision.tiles import plan_tiles, tiles_from
 
 __all__ = ["ImageDecoder"]
 
@@ -56,25 +56,23 @@ class ImageDecoder:
         """
         return self._pool.turn(tenant)
 
-    async def tiles(self, content: bytes, processing: ImageProcessing, place: str) -> Tiles:
+    async def tiles(self, content: bytes, processing: ImageProcessing, plan: ImagePlan, place: str) -> Tiles:
         """Decode an image and cut it into the model's tiles.
 
         Args:
             content: The encoded image.
             processing: Preprocessing of the model.
+            plan: Plan of the image.
             place: Name of the image in error messages.
 
         Raises:
             InvalidRequest: the image is damaged, or takes too much time or memory.
             Overloaded: no process can be started.
         """
-        width, height = read_header(content, self.limits, place).upright_size
-        tile_count = plan_tiles(width, height, processing).tile_count
-        size = tile_count * processing.tile_size**2 * 3
         _, pixels = await self._decoded(
-            DecodeJob(kind="tiles", place=place, limits=self.limits, processing=processing), content, size
+            DecodeJob(kind="tiles", place=place, limits=self.limits, processing=processing), content, plan.pixel_bytes
         )
-        return tiles_from(pixels, processing)
+        return tiles_from(pixels, plan)
 
     async def image(self, content: bytes, place: str) -> RGBImage:
         """Decode an image to upright RGB, with transparent parts on white.

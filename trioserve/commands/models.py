@@ -314,8 +314,7 @@ class _Checking:
         if checkpoint.vision is not None:
             processing = checkpoint.vision.processing
             reason = None if has_torch() else install_command("torch")
-            rows = f"{processing.tile_tokens} tokens per tile of {processing.tile_size} pixels"
-            yield Finding("images", "ok" if reason is None else "absent", rows, reason)
+            yield Finding("images", "ok" if reason is None else "absent", processing.description, reason)
 
     def _fitting(self, name: str, checkpoint: Checkpoint, settings: ModelSettings, option: str = "") -> Finding:
         """Return how many tokens and streams fit into the KV cache, whose size follows from the settings."""

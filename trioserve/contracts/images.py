@@ -1,4 +1,4 @@
-"""Images as model input: preprocessing, limits, the encoder interface, and the embeddings that a prompt gets."""
+"""Images as model input: plans, limits, the encoder interface, and the embeddings that a prompt gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["GivenRows", "ImageEncoder", "ImageLimits", "ImageProcessing", "Tiles", "rows_material"]
+__all__ = ["GivenRows", "ImageEncoder", "ImageLimits", "ImagePlan", "Tiles", "rows_material"]
 
 
 class GivenRows(msgspec.Struct, frozen=True):
@@ -65,37 +65,38 @@ def _overlaps(given: Iterable[GivenRows], start: int, end: int) -> Iterable[byte
                 yield struct.pack("<qq", *rows.grid)
 
 
-class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
-    """Preprocessing of a vision model's images, as read from the model's configuration files.
+class ImagePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiles of one image, and its rows in the prompt. Follows from the size of the image.
 
     Attributes:
-        longest_edge: Pixels of the image's longer side before tiling.
-        tile_size: Pixels of each side of a tile.
-        splits: True to cut an image into tiles, followed by one tile of the whole image. False for one tile.
-        resample: Pillow's number of the resampling filter.
-        mean: Mean for each color. A pixel value becomes (value * rescale_factor - mean) / std.
-        std: Standard deviation for each color.
-        rescale_factor: Factor in the formula of `mean`.
-        tile_tokens: Rows of one tile in the prompt.
-        embedding_size: Numbers in one embedding row.
-        image_token_id: Placeholder token that stands in the prompt once for each row.
+        width: Pixels of the upright image's width.
+        height: Pixels of the upright image's height.
+        tile_width: Pixels of each tile's width. All tiles of an image have the same size.
+        tile_height: Pixels of each tile's height.
+        rows: Rows of tiles into which the image is cut. 0 if the whole image is the only tile.
+        columns: Tiles of one such row.
+        tile_count: Number of tiles, including a tile of the whole image.
+        runs: Number of embedding rows in each run of image tokens, in the order of the prompt.
     """
 
-    longest_edge: int
-    tile_size: int
-    splits: bool
-    resample: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    rescale_factor: float
-    tile_tokens: int
-    embedding_size: int
-    image_token_id: int
+    width: int
+    height: int
+    tile_width: int
+    tile_height: int
+    rows: int = 0
+    columns: int = 0
+    tile_count: int = 1
+    runs: tuple[int, ...]
 
     @property
-    def tile_bytes(self) -> int:
-        """Return the bytes of one tile's rows in float32."""
-        return 4 * self.tile_tokens * self.embedding_size
+    def row_count(self) -> int:
+        """Return the number of embedding rows."""
+        return sum(self.runs)
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Return the bytes of the tiles' pixels."""
+        return self.tile_count * self.tile_width * self.tile_height * 3
 
 
 class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,9 +133,7 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tiles(Protocol):
-    """The tiles of an image, row by row, followed by the tile of the whole image. uint8 [count, tile_size,
-    tile_size, 3].
-    """
+    """The tiles of an image, in the order of its family. uint8 [count, tile_height, tile_width, 3]."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -143,7 +142,7 @@ class Tiles(Protocol):
 class ImageEncoder(Protocol):
     """Turns tiles into embedding rows. Its methods are called from the event loop."""
 
-    def encode(self, tiles: Tiles) -> Coroutine[Any, Any, object]:
+    def encode(self, tiles: Tiles, plan: ImagePlan) -> Coroutine[Any, Any, object]:
         """Compute the embeddings of an image's tiles.
 
         The work is split into pieces that take about as long as a step. The engine runs steps between two pieces. A
@@ -151,9 +150,10 @@ class ImageEncoder(Protocol):
 
         Args:
             tiles: Tiles of one image.
+            plan: Plan of the tiles.
 
         Returns:
-            Buffer of float32 [count * tile_tokens, embedding_size].
+            Buffer of float32 [plan.row_count, embedding_size].
 
         Raises:
             AlreadyEnded: the engine was closed or restarted.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import trio
 
 from trioserve.contracts.ids import BlockIndex
-from trioserve.contracts.images import Tiles
+from trioserve.contracts.images import ImagePlan, Tiles
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, WeightGroup, WeightSource
 from trioserve.engine.weight_updates import Replacement
@@ -187,12 +187,12 @@ class ThreadedImageEncoder:
         thread: the compute thread.
     """
 
-    def __init__(self, begin: Callable[[Tiles], Encoding], thread: WorkerThread) -> None:
+    def __init__(self, begin: Callable[[Tiles, ImagePlan], Encoding], thread: WorkerThread) -> None:
         self._begin = begin
         self._thread = thread
 
-    async def encode(self, tiles: Tiles) -> object:
-        encoding = await self._thread.run_cancellable(self._begin, tiles)
+    async def encode(self, tiles: Tiles, plan: ImagePlan) -> object:
+        encoding = await self._thread.run_cancellable(self._begin, tiles, plan)
         while not await self._thread.run_cancellable(encoding.advance):
             pass
         return encoding.rows

@@ -14,10 +14,11 @@ import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, RequestFailed
-from trioserve.contracts.images import GivenRows, ImageEncoder, ImageProcessing, Tiles
+from trioserve.contracts.images import GivenRows, ImageEncoder, ImagePlan, Tiles
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.registry import Metrics
+from trioserve.vision.families.registry import ImageProcessing
 from trioserve.vision.image_prompt import PromptImage, ReadImage
 
 __all__ = ["ImageEncoding", "output_name"]
@@ -29,7 +30,7 @@ class ImageEncoding:
     """Encodes the images of requests.
 
     Args:
-        processing: image size, patch size and normalization that the model expects.
+        processing: how images are prepared for the model.
         decoder: decodes image files.
         metrics: receive times and cache counts.
         wait_until_open: waits until the engine computes. Raises the refusal if the engine is closed.
@@ -94,7 +95,7 @@ class ImageEncoding:
 
     def _sizes(self, request: OpenRequest) -> dict[bytes, int]:
         return {
-            output_name(one.image.digest, request.cache_salt): one.image.plan.tile_count * self._processing.tile_bytes
+            output_name(one.image.digest, request.cache_salt): one.image.plan.row_count * self._processing.row_bytes
             for one in request.images
         }
 
@@ -110,24 +111,24 @@ class ImageEncoding:
             try:
                 # Keep the decoder slot until the tiles are encoded. This bounds how many decoded images wait in memory.
                 async with self._decoder.turn(tenant):
-                    tiles = await self._decoder.tiles(image.content, self._processing, image.place)
+                    tiles = await self._decoder.tiles(image.content, self._processing, image.plan, image.place)
                     async with self._encoder_turn:
                         began_at = trio.current_time()
-                        values = await self._encoded(tiles)
+                        values = await self._encoded(tiles, image.plan)
                 self._metrics.image_encoding_seconds.observe(trio.current_time() - began_at)
                 self.outputs.put(name, values)
             finally:
                 del self._under_way[name]
                 is_over.set()
 
-    async def _encoded(self, tiles: Tiles) -> object:
+    async def _encoded(self, tiles: Tiles, plan: ImagePlan) -> object:
         while True:
             await self._wait_until_open()
             encoder = self.encoder
             if encoder is None:
                 raise InvalidRequest("this engine encodes no images: it was reopened without them", param="messages")
             try:
-                return await encoder.encode(tiles)
+                return await encoder.encode(tiles, plan)
             except AlreadyEnded:
                 # The encoder was not replaced, so the engine is closed and will not be reopened.
                 if encoder is self.encoder:
@@ -138,16 +139,16 @@ class ImageEncoding:
                 raise RequestFailed(f"the image could not be encoded: {type(error).__name__}: {error}") from error
 
     def _rows(self, image: PromptImage, cache_salt: str | None) -> list[GivenRows]:
-        """Return the embeddings of each tile of an image."""
+        """Return the embeddings of each run of an image's tokens."""
         values = self.outputs.values(output_name(image.image.digest, cache_salt))
         assert values is not None, "the claim keeps the encoded image"
         whole = memoryview(values).cast("B")  # type: ignore[arg-type]  # it has a buffer
-        row_bytes = 4 * self._processing.embedding_size
+        row_bytes = self._processing.row_bytes
         rows, first = [], 0
-        for tile, (start, count) in enumerate(image.runs):
+        for run, (start, count) in enumerate(image.runs):
             part = whole[first * row_bytes : (first + count) * row_bytes]
             first += count
-            rows.append(GivenRows(start, count, _name_of_tile(image.image.digest, tile), part))
+            rows.append(GivenRows(start, count, _name_of_run(image.image.digest, run), part))
         return rows
 
     def _show(self) -> None:
@@ -175,5 +176,5 @@ def output_name(digest: bytes, cache_salt: str | None) -> bytes:
     return blake2b(digest, digest_size=len(digest), key=key).digest()
 
 
-def _name_of_tile(digest: bytes, tile: int) -> bytes:
-    return blake2b(digest + tile.to_bytes(4, "little"), digest_size=len(digest)).digest()
+def _name_of_run(digest: bytes, run: int) -> bytes:
+    return blake2b(digest + run.to_bytes(4, "little"), digest_size=len(digest)).digest()

@@ -7,8 +7,8 @@ from hashlib import blake2b
 import msgspec
 
 from trioserve.contracts.audio import AudioProcessing
-from trioserve.contracts.images import ImageProcessing
 from trioserve.contracts.pooling import PoolingMethod, PoolingParams
+from trioserve.vision.families.registry import ImageProcessing
 
 __all__ = ["ModelDescription", "PoolingModel"]
 

@@ -28,7 +28,6 @@ from trioserve.model.loaded_models import check_kv_settings, check_torch
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
 from trioserve.model.loading.stored_tensor import FP8_ROWS, StoredTensor
-from trioserve.model.loading.vision_part import vision_shapes
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import why_not_native
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, kv_format_of
@@ -141,7 +140,7 @@ def estimate_checkpoint(checkpoint: Checkpoint, settings: ModelSettings, *, with
         weight_bytes = kept + expanded + _plain_bytes(plain, dtype)
     vision_bytes = 0
     if checkpoint.vision is not None and has_torch():
-        values = sum(map(math.prod, vision_shapes(checkpoint.vision.config).values()))
+        values = sum(map(math.prod, checkpoint.vision.config.shapes().values()))
         vision_bytes = values * VALUE_BYTES[pick_vision_dtype(dtype, device)]
     logit_bytes = settings.sequences_max * config.vocab_size * VALUE_BYTES["float32"]
     fixed_bytes = weight_bytes + vision_bytes + PROGRAM_BYTES + logit_bytes

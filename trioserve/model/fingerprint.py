@@ -83,8 +83,8 @@ def weights_name(checkpoint: Checkpoint) -> str:
     vision = checkpoint.vision
     if vision is not None:
         digest.update(msgspec.json.encode((vision.config, vision.processing)))
-        last = vision.config.layer_count - 1
-        read_whole = {f"vision_model.encoder.layers.{layer}.self_attn.v_proj.weight" for layer in (0, last)}
+        values = [name for name in vision.config.shapes() if name.endswith((".v_proj.weight", ".qkv.weight"))]
+        read_whole = {*values[:1], *values[-1:]}
         _add_tensors(vision.tensors(), read_whole, digest)
     return f"{config.family}-{digest.hexdigest()}"
 

@@ -34,7 +34,7 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 from trioserve_kernels.structs import BLOCK_FORMATS
 
 if TYPE_CHECKING:
-    from trioserve.model.vision_tower import VisionTower
+    from trioserve.model.vision.tower import VisionTower
 
 __all__ = [
     "check_kv_settings",
@@ -209,11 +209,11 @@ def load_vision(
         )
         return None
     torch = torch_now()
-    from trioserve.model.vision_tower import VisionTower
+    from trioserve.model.vision.towers import tower_class
 
     set_torch_threads(settings)  # Native kernels have their own threads, and do not set torch's number of threads.
     own_dtype = pick_vision_dtype(dtype, device)
-    tower = VisionTower(part.config, part.processing, dtype=own_dtype, device=torch.device(device))
+    tower = tower_class(part.config)(part.config, part.processing, dtype=own_dtype, device=torch.device(device))
     fill_slots(
         (slot.for_values() for slot in tower.slots()),
         part.tensors(),

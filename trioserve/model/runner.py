@@ -40,7 +40,7 @@ from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, l
 from trioserve.model.weights import Slot
 
 if TYPE_CHECKING:
-    from trioserve.model.vision_tower import VisionTower
+    from trioserve.model.vision.tower import VisionTower
 
 __all__ = ["FIXED_BY_IMAGES", "ModelRunner"]
 

@@ -21,7 +21,7 @@ from trioserve.model.number_formats import Dtype
 from trioserve.ranks.messages import Loaded
 
 if TYPE_CHECKING:
-    from trioserve.model.vision_tower import VisionTower
+    from trioserve.model.vision.tower import VisionTower
 
 __all__ = ["HeadRange", "RankPages", "RankedRunner", "StagePages", "head_ranges"]
 

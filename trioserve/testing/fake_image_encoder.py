@@ -10,12 +10,13 @@ from typing import Any
 import trio
 
 from trioserve.contracts.errors import AlreadyEnded
-from trioserve.contracts.images import ImageProcessing, Tiles
+from trioserve.contracts.images import ImagePlan, Tiles
 from trioserve.testing.byte_tokenizer import IMAGE_TOKEN_ID
+from trioserve.vision.families.idefics3 import Idefics3Processing
 
-__all__ = ["FAKE_IMAGES", "FakeImageEncoder", "rows_of"]
+__all__ = ["FAKE_IMAGES", "FAKE_TILE_BYTES", "FakeImageEncoder", "rows_of"]
 
-FAKE_IMAGES = ImageProcessing(
+FAKE_IMAGES = Idefics3Processing(
     longest_edge=16,
     tile_size=8,
     splits=True,
@@ -28,6 +29,8 @@ FAKE_IMAGES = ImageProcessing(
     image_token_id=IMAGE_TOKEN_ID,
 )
 """Properties of the fake model's images. A square image becomes four tiles and a small copy of the whole image."""
+FAKE_TILE_BYTES = FAKE_IMAGES.tile_tokens * FAKE_IMAGES.row_bytes
+"""Bytes of one tile's rows."""
 
 
 class FakeImageEncoder:
@@ -46,7 +49,7 @@ class FakeImageEncoder:
         is_closed: True after close(), when the engine restarts or ends.
     """
 
-    def __init__(self, processing: ImageProcessing = FAKE_IMAGES, *, tile_seconds: float = 0.0) -> None:
+    def __init__(self, processing: Idefics3Processing = FAKE_IMAGES, *, tile_seconds: float = 0.0) -> None:
         self._processing = processing
         self.tile_seconds = tile_seconds
         self.encoding_count = 0
@@ -69,7 +72,7 @@ class FakeImageEncoder:
         self.is_closed = True
         self.release()
 
-    def encode(self, tiles: Tiles) -> Coroutine[Any, Any, object]:
+    def encode(self, tiles: Tiles, plan: ImagePlan) -> Coroutine[Any, Any, object]:
         return self._encode(tiles)
 
     async def _encode(self, tiles: Tiles) -> object:
@@ -98,7 +101,7 @@ class FakeImageEncoder:
         return rows
 
 
-def rows_of(tiles: Tiles, tile: int, processing: ImageProcessing = FAKE_IMAGES) -> bytes:
+def rows_of(tiles: Tiles, tile: int, processing: Idefics3Processing = FAKE_IMAGES) -> bytes:
     """Return the rows of one tile.
 
     Args:

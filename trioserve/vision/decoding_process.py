@@ -22,9 +22,9 @@ from typing import Literal
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImageLimits, ImageProcessing
+from trioserve.contracts.images import ImageLimits
+from trioserve.vision.families.registry import ImageProcessing, tiles_of
 from trioserve.vision.image_file import decoded_image, decoded_mask
-from trioserve.vision.tiles import tiles_of
 
 __all__ = ["DecodeJob", "DecodeReply", "decode", "memory_bytes_max"]
 
@@ -81,7 +81,7 @@ def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryv
         content: bytes of the file.
 
     Returns:
-        The reply and the pixels. Pixels are uint8 [count, tile_size, tile_size, 3] for tiles, and [height, width, 3]
+        The reply and the pixels. Pixels are uint8 [count, tile_height, tile_width, 3] for tiles, and [height, width, 3]
         otherwise. If the reply has an error, there are no pixels.
     """
     try:

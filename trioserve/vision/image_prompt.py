@@ -1,7 +1,7 @@
 """Handles the images of a prompt: finds and reads their files, inserts text for them, and finds their tokens.
 
-The text follows the training of Idefics 3 and SmolVLM: each tile is a marker of its position in the image, followed by
-one <image> token for each row of the tile's embedding.
+The text is that of the model's family (trioserve/vision/families). It has one token for each row of an image's
+embeddings.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImageLimits, ImageProcessing
+from trioserve.contracts.images import ImageLimits, ImagePlan
+from trioserve.vision.families.registry import ImageProcessing
 from trioserve.vision.image_file import why_no_images
 from trioserve.vision.image_header import read_header
-from trioserve.vision.tiles import TilePlan, plan_tiles
 
 __all__ = [
     "IMAGE_KINDS",
-    "IMAGE_SIGN",
     "ImageReader",
     "ImageSource",
     "PromptImage",
@@ -147,9 +146,6 @@ def _source(part: dict[str, Any], place: str) -> ImageSource:
     return ImageSource(place, url)
 
 
-IMAGE_SIGN = "<image>"
-_TILE_BORDER = "<fake_token_around_image>"
-_WHOLE_IMAGE = "<global-img>"
 _DIGEST_BYTES = 16
 
 
@@ -160,13 +156,13 @@ class ReadImage(msgspec.Struct, frozen=True):
         place: name of the image in error messages, such as messages[0].content[1].
         content: bytes of the file.
         digest: hash of the file and of the model's image processing. Equal digests mean equal embeddings.
-        plan: the tiles of the image.
+        plan: the tiles and the rows of the image.
     """
 
     place: str
     content: bytes
     digest: bytes
-    plan: TilePlan
+    plan: ImagePlan
 
 
 class PromptImage(msgspec.Struct, frozen=True):
@@ -174,7 +170,7 @@ class PromptImage(msgspec.Struct, frozen=True):
 
     Attributes:
         image: the image.
-        runs: for each tile, the position of its first token and the number of its tokens.
+        runs: position of the first token and number of tokens of each run of image tokens.
     """
 
     image: ReadImage
@@ -186,7 +182,7 @@ class ImageReader:
     thread may call them.
 
     Args:
-        processing: how images are prepared for the model, such as the tile size.
+        processing: how images are prepared for the model.
         limits: limits on the number and the size of images.
     """
 
@@ -230,30 +226,31 @@ class ImageReader:
             content = content_of(source, self.limits)
             header = read_header(content, self.limits, source.place)
             digest = blake2b(content, digest_size=_DIGEST_BYTES, key=blake2b(self._name, digest_size=32).digest())
-            plan = plan_tiles(*header.upright_size, self.processing)
+            plan = self.processing.plan(*header.upright_size)
             read.append(ReadImage(source.place, content, digest.digest(), plan))
         return read
 
     def expand_images(self, text: str, images: Sequence[ReadImage]) -> str:
-        """Replace each IMAGE_SIGN by the text that represents its image.
+        """Replace the sign of each image by the text that represents the image.
 
         Args:
-            text: text that a chat template rendered, with one IMAGE_SIGN for each image.
+            text: text that a chat template rendered, with one sign of the model's family for each image.
             images: the images, in the order of the text.
 
         Raises:
             InvalidRequest: the text has more or fewer signs than images.
         """
-        pieces = text.split(IMAGE_SIGN)
+        sign = self.processing.sign
+        pieces = text.split(sign)
         if len(pieces) != len(images) + 1:
             raise InvalidRequest(
-                f"the prompt has {len(images)} images, but {IMAGE_SIGN} occurs {len(pieces) - 1} times. It marks the "
+                f"the prompt has {len(images)} images, but {sign} occurs {len(pieces) - 1} times. It marks the "
                 "position of an image for the model: leave it out of the texts",
                 param="messages",
             )
         whole = [pieces[0]]
         for image, piece in zip(images, pieces[1:], strict=True):
-            whole += (self._text_of(image.plan), piece)
+            whole += (self.processing.text(image.plan), piece)
         return "".join(whole)
 
     def locate_images(self, token_ids: Sequence[int], images: Sequence[ReadImage]) -> tuple[PromptImage, ...]:
@@ -264,32 +261,22 @@ class ImageReader:
             images: the images, in the order of the text.
 
         Raises:
-            InvalidRequest: the runs of image tokens do not match the tiles of the images.
+            InvalidRequest: the runs of image tokens do not match the plans of the images.
         """
         runs = _runs(token_ids, self.processing.image_token_id)
         located, first = [], 0
         for image in images:
-            own = runs[first : first + image.plan.tile_count]
-            first += image.plan.tile_count
+            own = runs[first : first + len(image.plan.runs)]
+            first += len(image.plan.runs)
             located.append(PromptImage(image, tuple(own)))
-        if first != len(runs) or any(count != self.processing.tile_tokens for _, count in runs):
+        planned = [count for image in images for count in image.plan.runs]
+        if planned != [count for _, count in runs]:
             raise InvalidRequest(
-                f"the tokens of the prompt have places for {len(runs)} tiles, but the images have {first}: leave the "
-                "model's special tokens out of the texts",
+                f"the tokens of the prompt have {len(runs)} runs of image tokens, but the images have {len(planned)}: "
+                "leave the model's special tokens out of the texts",
                 param="messages",
             )
         return tuple(located)
-
-    def _text_of(self, plan: TilePlan) -> str:
-        rows = IMAGE_SIGN * self.processing.tile_tokens
-        whole = f"{_TILE_BORDER}{_WHOLE_IMAGE}{rows}{_TILE_BORDER}"
-        if not plan.rows:
-            return whole
-        lines = [
-            "".join(f"{_TILE_BORDER}<row_{row + 1}_col_{column + 1}>{rows}" for column in range(plan.columns))
-            for row in range(plan.rows)
-        ]
-        return "\n".join(lines) + f"\n\n{whole}"
 
 
 def _runs(token_ids: Sequence[int], token_id: int) -> list[tuple[int, int]]:

@@ -15,8 +15,8 @@ from trioserve.model.loading.fields import one_line
 from trioserve.model.loading.gguf_checkpoint import GgufCheckpoint
 from trioserve.model.loading.safetensors import SafetensorsCheckpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
-from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
+from trioserve.model.vision.part import VisionPart
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 

@@ -26,9 +26,9 @@ from trioserve.model.loading.stored_tensor import (
     read_plain,
     read_sample,
 )
-from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values
+from trioserve.model.vision.part import VisionPart
 
 __all__ = ["GgufCheckpoint", "dequantize"]
 

@@ -37,9 +37,9 @@ from trioserve.model.loading.names import (
 from trioserve.model.loading.quantization_config import storage_scheme
 from trioserve.model.loading.quantized_matrix import Mxfp4Matrix, QuantizedMatrix, mxfp4_matrices, quantized_matrices
 from trioserve.model.loading.stored_tensor import FP8_ROWS, PLAIN_DTYPES, STORAGE_BYTES, FileTensor, StoredTensor
-from trioserve.model.loading.vision_part import VISION_CLASSES, VisionPart
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values
+from trioserve.model.vision.part import IMAGE_FAMILIES, VisionPart
 
 __all__ = [
     "EMBEDDING_NAME",
@@ -136,9 +136,8 @@ class SafetensorsCheckpoint:
         if not self.continues_texts and self._head_name not in stored:
             # Without a head, the embedding replaces it. check_can_generate rejects requests that need logits.
             self.config = structs.replace(self.config, tie_word_embeddings=True)
-        self.vision: VisionPart | None = None
-        if _serves_images(config):
-            self.vision = VisionPart(directory, config, self.config, whole)
+        self.vision = _vision_part(directory, config, self.config, whole)
+        if self.vision is not None:
             self.files = tuple(dict.fromkeys((*self.files, *self.vision.files)))
         self._matrices = matrices
         self._stored: dict[str, FurtherTensor] = {**stored, **matrices}
@@ -221,9 +220,7 @@ class UnfetchedCheckpoint:
         )
         self.files: tuple[Path, ...] = ()
         self.continues_texts: bool = has_head(config)
-        self.vision: VisionPart | None = None
-        if _serves_images(config):
-            self.vision = VisionPart(directory, config, self.config, None)
+        self.vision = _vision_part(directory, config, self.config, None)
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory
         self.gguf_metadata: dict[str, object] | None = None
@@ -249,14 +246,16 @@ class UnfetchedCheckpoint:
         return f"Q{scheme.bits}_{0 if is_half else 'F32'}"
 
 
-def _serves_images(config: dict[str, object]) -> bool:
-    """Return True if the image encoder of a model is supported. A warning is logged for a model with another one."""
+def _vision_part(
+    directory: Path, config: dict[str, object], texts: ModelConfig, stored: Mapping[str, FileTensor] | None
+) -> VisionPart | None:
+    """Open the image encoder of a model. A warning is logged for an encoder that is not supported."""
     if not sees_images(config):
-        return False
-    if named_class(config) in VISION_CLASSES:
-        return True
+        return None
+    if (name := named_class(config)) in IMAGE_FAMILIES:
+        return VisionPart(directory, config, name, texts, stored)
     logger.warning("images are not served: only the text part of this model is supported")
-    return False
+    return None
 
 
 def _cannot_read(wanted: Dtype) -> Values:

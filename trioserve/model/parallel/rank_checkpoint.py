@@ -17,10 +17,10 @@ from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.gguf import STORAGE_TYPES
 from trioserve.model.loading.stored_tensor import FP8_ROWS, FP8_SCALE_BYTES, Bytes, StoredTensor
-from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, empty_values
 from trioserve.model.parallel.shares import Cut, Cuts, Run, Runs, divide, head_runs
+from trioserve.model.vision.part import VisionPart
 
 __all__ = ["RankCheckpoint"]
 

@@ -20,10 +20,10 @@ from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.layer_config import AttentionConfig, LayerConfig
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
-from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig, StagePart
 from trioserve.model.number_formats import Float32Array
 from trioserve.model.parallel.shares import Run, Runs
+from trioserve.model.vision.part import VisionPart
 
 __all__ = [
     "Handover",

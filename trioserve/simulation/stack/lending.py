@@ -26,10 +26,10 @@ from trioserve.engine.request_stream import RequestStream
 from trioserve.simulation.stack.plan import Client, Load, Stage, Unload
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, fake_adapter_digest
-from trioserve.testing.fake_image_encoder import FAKE_IMAGES, rows_of
+from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FAKE_TILE_BYTES, rows_of
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.vision.image_prompt import IMAGE_SIGN, ImageReader, ImageSource
-from trioserve.vision.tiles import tiles_of
+from trioserve.vision.families.registry import tiles_of
+from trioserve.vision.image_prompt import ImageReader, ImageSource
 
 __all__ = ["Lending", "bytes_of", "encoded_prompt", "image_tokenizer", "prompt_of"]
 
@@ -73,7 +73,7 @@ def bytes_of(pictures: Collection[int]) -> int:
     Args:
         pictures: numbers of the images.
     """
-    return sum(TILES[image] for image in pictures) * FAKE_IMAGES.tile_bytes
+    return sum(TILES[image] for image in pictures) * FAKE_TILE_BYTES
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def image_tokenizer() -> Tokenizer:
 def _encoded(prompt: tuple[int, ...], pictures: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[GivenRows, ...]]:
     reader = ImageReader(FAKE_IMAGES, ImageLimits())
     images = reader.read([ImageSource(f"picture {number}", _image(number)) for number in pictures])
-    text = reader.expand_images(IMAGE_SIGN * len(images) + _text(prompt), images)
+    text = reader.expand_images(FAKE_IMAGES.sign * len(images) + _text(prompt), images)
     token_ids = image_tokenizer().encode(text, add_special_tokens=False)
     given = []
     for one in reader.locate_images(token_ids, images):
@@ -153,7 +153,7 @@ class Lending:
         stage = self._stage
         options: dict[str, Any] = {"max_loras": stage.adapters_max, "adapter_seconds": stage.load_seconds}
         if stage.room_tiles:
-            options["image_limits"] = ImageLimits(outputs_bytes_max=stage.room_tiles * FAKE_IMAGES.tile_bytes)
+            options["image_limits"] = ImageLimits(outputs_bytes_max=stage.room_tiles * FAKE_TILE_BYTES)
             options |= {
                 "tile_seconds": stage.tile_seconds,
                 "tokenizer": image_tokenizer(),

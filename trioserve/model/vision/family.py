@@ -1,0 +1,253 @@
+"""Reads what the image encoders of several families have in common: fields of config files, and a transformer over
+patches.
+
+To add a family, write one file in this folder, with a subclass of `VisionConfig` and a function that reads it, and one
+line in IMAGE_FAMILIES (part.py). Its encoder is in towers.py, and its images are prepared by a file in
+trioserve/vision/families.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.layer_config import Activation
+from trioserve.model.loading.fields import Fields
+from trioserve.model.loading.hf_config import read_json_object
+from trioserve.model.loading.names import Shape
+from trioserve.model.model_config import LAYERS_MAX
+
+__all__ = [
+    "VisionConfig",
+    "VitConfig",
+    "image_token_id",
+    "pixel_fields",
+    "processor_fields",
+    "vision_fields",
+    "vit_config",
+]
+
+DIMENSION_MAX = 2**16
+IMAGE_SIZE_MAX = 4096
+# Patches per tile. Memory of attention grows with the square of this number. Real models have up to 5,184 patches.
+TILE_PATCHES_MAX = 2**14
+
+_ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 writes the second file.
+
+
+class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Config of SigLIP (arXiv 2303.15343) without its head: a transformer over the patches of a tile.
+
+    Attributes:
+        image_size: width and height in pixels of the images for which the model has position embeddings.
+        patch_size: width and height of a patch in pixels.
+
+    Raises:
+        ModelLoadError: values contradict each other. The message names the field.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    layer_count: int
+    head_count: int
+    image_size: int
+    patch_size: int
+    norm_eps: float
+    activation: Activation
+
+    def __post_init__(self) -> None:
+        for name, largest in (
+            ("hidden_size", DIMENSION_MAX),
+            ("intermediate_size", DIMENSION_MAX),
+            ("layer_count", LAYERS_MAX),
+            ("head_count", DIMENSION_MAX),
+            ("image_size", IMAGE_SIZE_MAX),
+            ("patch_size", IMAGE_SIZE_MAX),
+        ):
+            check_range("vision_config", name, getattr(self, name), largest)
+        if self.hidden_size % self.head_count:
+            raise ModelLoadError(
+                f"the vision_config has hidden_size {self.hidden_size} and {self.head_count} heads, which must divide "
+                "it: the checkpoint's config is damaged"
+            )
+        if not 0 < self.norm_eps < 1:
+            raise ModelLoadError(f"the vision_config has layer_norm_eps {self.norm_eps}, it must be a small number")
+        if self.patch_size > self.image_size:
+            raise ModelLoadError(
+                f"the vision_config has patches of {self.patch_size} pixels in images of {self.image_size}: the "
+                "checkpoint's config is damaged"
+            )
+
+    @property
+    def positions_per_side(self) -> int:
+        return self.image_size // self.patch_size
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of every tensor of the transformer, by name."""
+        hidden, middle = self.hidden_size, self.intermediate_size
+        shapes: dict[str, Shape] = {
+            "vision_model.embeddings.patch_embedding.weight": (hidden, 3, self.patch_size, self.patch_size),
+            "vision_model.embeddings.patch_embedding.bias": (hidden,),
+            "vision_model.embeddings.position_embedding.weight": (self.positions_per_side**2, hidden),
+        }
+        for index in range(self.layer_count):
+            layer = f"vision_model.encoder.layers.{index}"
+            for module, rows, columns in (
+                *((f"self_attn.{name}_proj", hidden, hidden) for name in ("q", "k", "v", "out")),
+                ("mlp.fc1", middle, hidden),
+                ("mlp.fc2", hidden, middle),
+            ):
+                shapes[f"{layer}.{module}.weight"] = (rows, columns)
+                shapes[f"{layer}.{module}.bias"] = (rows,)
+            for norm in ("layer_norm1", "layer_norm2"):
+                shapes[f"{layer}.{norm}.weight"] = shapes[f"{layer}.{norm}.bias"] = (hidden,)
+        shapes["vision_model.post_layernorm.weight"] = shapes["vision_model.post_layernorm.bias"] = (hidden,)
+        return shapes
+
+
+class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Config of an image encoder, and of the projection to the language model. Each family has a subclass.
+
+    Attributes:
+        output_size: hidden_size of the language model.
+    """
+
+    output_size: int
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of every tensor, by name. part.py maps these names to names in files."""
+        raise NotImplementedError
+
+
+def check_range(place: str, name: str, value: int, largest: int) -> None:
+    """Check a number of a config.
+
+    Args:
+        place: name of the config in the error.
+        name: name of the field.
+        value: the number.
+        largest: largest allowed number. The smallest is 1.
+
+    Raises:
+        ModelLoadError: the number is out of range.
+    """
+    if not 1 <= value <= largest:
+        raise ModelLoadError(
+            f"the {place} has {name} {value}, allowed is 1 to {largest}: the checkpoint's config is damaged"
+        )
+
+
+def vision_fields(outer: Fields) -> Fields:
+    """Return the fields of the image encoder.
+
+    Args:
+        outer: fields of config.json.
+
+    Raises:
+        ModelLoadError: there are none.
+    """
+    fields = outer.group_or_none("vision_config")
+    if fields is None:
+        raise ModelLoadError("config.json has no vision_config: fetch the checkpoint again")
+    return fields
+
+
+def vit_config(fields: Fields, **defaults: Any) -> VitConfig:
+    """Read the transformer of an image encoder.
+
+    Args:
+        fields: fields of the image encoder.
+        defaults: values of missing fields, as in transformers' class, by the attributes of VitConfig.
+    """
+    activation = fields.text_or("hidden_act", "gelu_pytorch_tanh")
+    if activation not in _ACTIVATIONS:
+        raise fields.wrong("hidden_act", " or ".join(_ACTIVATIONS))
+    if fields.whole_or("num_channels", 3) != 3:
+        raise fields.wrong("num_channels", "3")
+    return VitConfig(
+        hidden_size=fields.whole_or("hidden_size", defaults["hidden_size"]),
+        intermediate_size=fields.whole_or("intermediate_size", defaults["intermediate_size"]),
+        layer_count=fields.whole_or("num_hidden_layers", defaults["layer_count"]),
+        head_count=fields.whole_or("num_attention_heads", defaults["head_count"]),
+        image_size=fields.whole_or("image_size", defaults["image_size"]),
+        patch_size=fields.whole_or("patch_size", defaults["patch_size"]),
+        norm_eps=fields.number_or("layer_norm_eps", defaults.get("norm_eps", 1e-6)),
+        activation=_ACTIVATIONS[activation],
+    )
+
+
+def processor_fields(directory: Path) -> Fields:
+    """Return the fields that say how images are prepared.
+
+    Args:
+        directory: checkpoint directory.
+
+    Raises:
+        ModelLoadError: the file is missing, or has a step turned off.
+    """
+    fields = _processor_file(directory)
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if not fields.flag_or(name, True):
+            raise fields.wrong(name, "true")
+    return fields
+
+
+def _processor_file(directory: Path) -> Fields:
+    for name in _PROCESSOR_FILES:
+        if (directory / name).is_file():
+            fields = Fields(read_json_object(directory / name), name)
+            inner = fields.group_or_none("image_processor")
+            if inner is not None or name == _PROCESSOR_FILES[0]:
+                return inner or fields
+    raise ModelLoadError(
+        f"the directory has no {_PROCESSOR_FILES[0]}, which says how images are prepared: fetch the checkpoint again"
+    )
+
+
+def pixel_fields(fields: Fields, **defaults: Any) -> dict[str, Any]:
+    """Read the fields of FamilyProcessing that describe pixels.
+
+    Args:
+        fields: result of processor_fields.
+        defaults: values of the missing fields resample, mean and std, as in transformers' class.
+
+    Returns:
+        Arguments of FamilyProcessing.
+    """
+    resample = fields.whole_or("resample", defaults["resample"])
+    if not 0 <= resample <= 5:
+        raise fields.wrong("resample", "the number of a filter, 0 to 5")
+    return {
+        "resample": resample,
+        "mean": _colours(fields, "image_mean", defaults.get("mean", (0.5, 0.5, 0.5))),
+        "std": _colours(fields, "image_std", defaults.get("std", (0.5, 0.5, 0.5))),
+        "rescale_factor": fields.number_or("rescale_factor", 1 / 255),
+    }
+
+
+def _colours(fields: Fields, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+    if name not in fields:
+        return default
+    values = fields.numbers(name)
+    if len(values) != 3 or (name == "image_std" and 0.0 in values):
+        raise fields.wrong(name, "three numbers, one for each colour")
+    red, green, blue = values
+    return red, green, blue
+
+
+def image_token_id(outer: Fields, default: int) -> int:
+    """Return the token that stands for a row of an image.
+
+    Args:
+        outer: fields of config.json.
+        default: token if the field is missing.
+    """
+    name = "image_token_index" if "image_token_index" in outer else "image_token_id"
+    value = outer.whole_or(name, default)
+    if value < 0:
+        raise outer.wrong(name, "at least 0")
+    return value

@@ -1,0 +1,110 @@
+"""Opens the image part of a checkpoint: its config, its preparation of images, and its tensors. The checkpoint's
+language model is read like any other model.
+
+An image encoder is a transformer over the patches of a tile. A projection converts its output to rows with the hidden
+size of the language model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.fields import Fields
+from trioserve.model.loading.names import Shape, TensorPlace
+from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.vision.family import VisionConfig
+from trioserve.model.vision.idefics3 import read_idefics3
+from trioserve.vision.families.registry import ImageProcessing
+
+__all__ = ["IMAGE_FAMILIES", "VisionPart"]
+
+_Read: TypeAlias = Callable[[Path, Fields, ModelConfig], tuple[VisionConfig, ImageProcessing]]
+IMAGE_FAMILIES: dict[str, _Read] = {
+    "Idefics3ForConditionalGeneration": read_idefics3,
+    "SmolVLMForConditionalGeneration": read_idefics3,
+}
+"""Classes in config.json whose image part is supported. Of other classes only the text part is served."""
+
+# Prefixes of names in files, in the versions of transformers.
+_ROOTS = ("model.", "")
+_TOWERS = ("vision_model.", "vision_tower.vision_model.", "vision_tower.")
+
+
+class VisionPart:
+    """Opened image encoder of a checkpoint. Opening reads only small files.
+
+    Args:
+        directory: checkpoint directory.
+        config: content of config.json.
+        name: class of the model, a key of IMAGE_FAMILIES.
+        texts: config of the language model.
+        stored: every tensor of the checkpoint, by its name in the files. None: the weights are not on this machine.
+
+    Raises:
+        ModelLoadError: files are damaged, or tensors and config do not match.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: Mapping[str, object],
+        name: str,
+        texts: ModelConfig,
+        stored: Mapping[str, FileTensor] | None,
+    ) -> None:
+        self.config, self.processing = IMAGE_FAMILIES[name](directory, Fields(config, "config.json"), texts)
+        if self.processing.image_token_id >= texts.vocab_size:
+            raise ModelLoadError(
+                f"image_token_id in config.json is {self.processing.image_token_id}, but the vocabulary has "
+                f"{texts.vocab_size} tokens: the checkpoint's config is damaged"
+            )
+        self._stored: dict[str, FileTensor] = {}
+        if stored is not None:
+            shapes = self.config.shapes()
+            self._stored = _placed(stored, shapes)
+            _check_layers(stored, shapes)
+        self.files = tuple(dict.fromkeys(tensor.path for tensor in self._stored.values()))
+        self.weight_bytes = sum(tensor.byte_count for tensor in self._stored.values())
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Yield every tensor, with the names of VisionConfig.shapes."""
+        for name, tensor in self._stored.items():
+            yield tensor.stored(name, TensorPlace(name, tensor.shape))
+
+
+def _file_names(name: str) -> list[str]:
+    inner = name.removeprefix(_TOWERS[0])
+    names = [name] if inner == name else [tower + inner for tower in _TOWERS]
+    return [root + one for one in names for root in _ROOTS]
+
+
+def _placed(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> dict[str, FileTensor]:
+    placed = {}
+    for name, shape in shapes.items():
+        tensor = next((stored[theirs] for theirs in _file_names(name) if theirs in stored), None)
+        if tensor is None:
+            raise ModelLoadError(f"the weights lack {name} of the image part: the checkpoint is incomplete")
+        if tensor.shape != shape or tensor.storage not in PLAIN_DTYPES:
+            raise ModelLoadError(
+                f"{name} is {tensor.storage} with shape {list(tensor.shape)}; the config asks for {list(shape)}, and "
+                f"the image part must be stored as {', '.join(PLAIN_DTYPES)}"
+            )
+        placed[name] = tensor
+    return placed
+
+
+def _check_layers(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> None:
+    """Raise ModelLoadError if the files have more layers than the config. All other unused tensors are ignored."""
+    layers = "vision_model.encoder.layers."
+    known = {theirs for name in shapes if name.startswith(layers) for theirs in _file_names(name)}
+    prefixes = tuple(_file_names(layers))
+    for name in stored:
+        if name.startswith(prefixes) and name not in known:
+            raise ModelLoadError(
+                f"the weights hold {name[:80]}, which the vision_config does not have: weights and config do not "
+                "belong to the same model"
+            )

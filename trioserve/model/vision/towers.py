@@ -1,0 +1,59 @@
+"""The image encoders of all families: what follows their transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trioserve.model.vision.family import VisionConfig
+from trioserve.model.vision.idefics3 import Idefics3Config
+from trioserve.model.vision.tower import VisionTower, Vit
+from trioserve.vision.families.family import FamilyProcessing
+
+__all__ = ["tower_class"]
+
+
+def tower_class(config: VisionConfig) -> type[VisionTower]:
+    """Return the encoder of a family.
+
+    Args:
+        config: config of the family.
+    """
+    return _TOWERS[type(config)]
+
+
+class Idefics3Tower(VisionTower):
+    """SigLIP, then adjacent patches are combined and projected."""
+
+    def __init__(self, config: Idefics3Config, processing: FamilyProcessing, **place: Any) -> None:
+        super().__init__(config, processing, **place)
+        self._config = config
+        self._vit = Vit(self, config.vit)
+        self._projection = self.linear("connector.modality_projection.proj")
+
+    def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
+        vit, scale = self._config.vit, self._config.scale_factor
+        side = tile.shape[0] // vit.patch_size
+        hidden = yield from self._vit.encode(tile, _position_ids(side, vit.positions_per_side, self.device))
+        squares = hidden.view(side // scale, scale, side // scale, scale, -1).permute(0, 2, 1, 3, 4)
+        return self._projection(squares.reshape(-1, vit.hidden_size * scale**2))
+
+
+def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
+    """Return the index of each patch's position embedding, int64 [count * count].
+
+    Limits between positions are computed in float32, as in transformers, because the rounding changes some results.
+    """
+    boundaries = torch.arange(1 / trained, 1.0, 1 / trained, device=device)
+    step = 1.0 / torch.tensor(count, device=device)
+    places = torch.clamp(torch.arange(count, device=device, dtype=torch.float32) * step, max=1.0 - 1e-6)
+    buckets = torch.bucketize(places, boundaries, right=True)
+    return (buckets[:, None] * trained + buckets[None, :]).flatten()
+
+
+_TOWERS: dict[type[VisionConfig], type[VisionTower]] = {Idefics3Config: Idefics3Tower}
