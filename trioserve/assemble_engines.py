@@ -73,6 +73,7 @@ def model_spec(model: HostedModelOptions, common: Mapping[str, Any], *, keep_ali
     return ModelSpec(
         name=model.name,
         bytes=byte_count,
+        adapters=model.adapters,
         keep_alive_seconds=math.inf if seconds is None else seconds,
         is_pinned=model.pinned,
     )

@@ -43,6 +43,18 @@ def test_tables_of_a_config_file_host_models(tmp_path: Path):
         config("--config", str(file))
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["fr=/l/fr", '["fr=/l/fr"]', '[{"name": "fr", "path": "/l/fr"}]', '{"name": "fr", "path": "/l/fr"}'],
+)
+def test_hosted_model_has_the_names_of_its_adapters(given):
+    made = make_config(host_model=(f"a=/x,lora_modules={given}",))
+    [model] = hosted_models(made)
+    assert model.adapters == ("fr",)
+    flags = ModelProcesses(made, [model]).command("a")
+    assert "fr" in flags[flags.index("--lora-modules") + 1]
+
+
 def test_models_of_a_directory_have_the_names_of_their_files(tmp_path: Path):
     (tmp_path / "one.gguf").touch()
     (tmp_path / "two").mkdir()
@@ -62,6 +74,8 @@ def test_models_of_a_directory_have_the_names_of_their_files(tmp_path: Path):
     [
         (("a",), 'a hosted model is "a", it must be NAME=PATH'),
         (("a=/x", "b=/y,aliases=a"), 'two hosted models with the name "a"'),
+        (("a=/x,lora_modules=b=/l", "b=/y"), 'two hosted models with the name "b"'),
+        (("a=/x,lora_modules=fr",), "--lora-modules 'fr' has no name and path"),
         (("a=/x,keep_alive=soon",), 'the hosted model "a" has a wrong option'),
         (("a=/x,port=1",), 'the hosted model "a" has the option port, which is no engine option'),
         (("a=/x,threads=none",), "threads of the hosted model \"a\" is 'none', allowed is a whole number"),

@@ -54,7 +54,9 @@ class Models:
         self.loads.append(name)
         self.progress[name] = on_progress
         crash = self.crashes[name] = trio.Event()
-        async with open_memory_server() as server, trio.open_nursery() as nursery:
+        adapters = [adapter for adapter in self.host.served_names - self.host.names if self.host.base(adapter) == name]
+        modules = tuple(f"{adapter}=/{adapter}" for adapter in adapters)
+        async with open_memory_server(lora_modules=modules) as server, trio.open_nursery() as nursery:
 
             async def end(event: trio.Event) -> None:
                 await event.wait()
@@ -76,7 +78,9 @@ class Models:
                 return server.connect()
 
             self.streams[id] = connect
-            on_loaded(EndpointSpec(url=f"http://{id}", id=id, models={name: "fake"}))
+            on_loaded(
+                EndpointSpec(url=f"http://{id}", id=id, models={name: "fake", **{each: each for each in adapters}})
+            )
             try:
                 await trio.sleep_forever()
             finally:
@@ -312,6 +316,36 @@ async def test_model_is_unloaded_after_keep_alive_from_the_end_of_its_last_reque
         assert models.state("a") == "loaded"
         await trio.sleep(2)
         assert (models.state("a"), models.host.status("a").reason) == ("unloaded", "it was idle")
+
+
+async def test_request_for_an_adapter_loads_its_model(autojump_clock):
+    async with open_models(spec("a", adapters=("fr", "de")), spec("b"), memory=50) as models:
+        client = models.router.client
+        plain = await (await client().post(PATH, body("a"))).json()
+        await client().post(PATH, body("b"))
+        assert (models.loads, models.state("fr")) == (["a", "b"], "unloaded")
+        french = await (await client().post(PATH, body("fr"))).json()
+        assert (french["model"], french["choices"] != plain["choices"]) == ("fr", True)
+        assert (models.loads, models.state("fr"), models.state("de")) == (["a", "b", "a"], "loaded", "loaded")
+        listed = {card["id"]: card for card in (await (await client().get("/v1/models")).json())["data"]}
+        assert {name: card.get("parent") for name, card in listed.items()} == {
+            "a": None,
+            "b": None,
+            "de": "a",
+            "fr": "a",
+        }
+        assert listed["fr"]["status"]["value"] == "loaded"
+        await models.router.assert_all_free()
+
+
+async def test_failed_load_refuses_the_requests_for_its_adapters(autojump_clock):
+    async with open_models(spec("a", adapters=("fr",))) as models:
+        models.loading["a"] = trio.Event()
+        models.failures["a"] = "its weights are damaged"
+        async with models.router.client().ask(PATH, body("fr")) as response:
+            await wait_all_tasks_blocked()
+            models.loading["a"].set()
+            assert await response.head() == 503
 
 
 async def test_operator_loads_lists_and_unloads_models(autojump_clock):

@@ -122,6 +122,8 @@ class ModelRuns(Generic[LoadedT]):
         run_model: runs one model.
 
     Attributes:
+        names: names of the models.
+        served_names: names of the models and of their LoRA adapters. Methods accept an adapter for its model.
         on_order: called with each order for a loaded model: LOADED (also after a load), DRAINING or UNLOADING.
         on_ended: called with a loaded model that ended without an order.
         on_refused: called after a failed load, with the error for all requests that wait for the model.
@@ -145,6 +147,7 @@ class ModelRuns(Generic[LoadedT]):
         self._run_model = run_model
         self._models = HostedModels(settings, specs)
         self.names = frozenset(model.spec.name for model in self._models)
+        self.served_names = self.names.union(*(model.spec.adapters for model in self._models))
         self._reasons = dict.fromkeys(self.names, "no request has asked for it")
         self._runs: dict[str, _Run[LoadedT]] = {}
         self._changed = trio.Event()
@@ -168,7 +171,15 @@ class ModelRuns(Generic[LoadedT]):
                     await self._changed.wait()
 
     def __contains__(self, name: str) -> bool:
-        return name in self.names
+        return name in self.served_names
+
+    def base(self, name: str) -> str:
+        """Return the name of the model that serves a name.
+
+        Args:
+            name: a hosted model, or one of its adapters.
+        """
+        return self._models[name].spec.name
 
     # --- requests, see HostedModels ---
 
@@ -241,12 +252,12 @@ class ModelRuns(Generic[LoadedT]):
         lease = None
         try:
             while (lease := self.lease(name)) is None:
-                failures = self.failures_total[name]
+                failures = self.failures_total[self.base(name)]
                 await self._changed.wait()
                 await trio.lowlevel.checkpoint()  # `run` replaces the event.
-                if self.failures_total[name] != failures:
+                if self.failures_total[self.base(name)] != failures:
                     self.check(name)
-            loaded = self._runs[name].loaded
+            loaded = self._runs[self.base(name)].loaded
             assert loaded is not None, "only loaded models give leases"
             yield loaded
         finally:
@@ -320,6 +331,7 @@ class ModelRuns(Generic[LoadedT]):
             name: a hosted model.
         """
         model, now = self._models[name], trio.current_time()
+        name = model.spec.name
         is_loading = model.state is ModelState.LOADING
         activity, progress = self._runs[name].progress if is_loading else (None, None)
         idles = model.state is ModelState.LOADED and model.is_idle and model.idle_until < math.inf

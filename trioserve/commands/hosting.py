@@ -50,6 +50,8 @@ def hosted_models(config: Config) -> list[HostedModelOptions]:
     """
     known = {**options_of(EngineOptions), **options_of(ImageOptions)}
     models = config.hosted_models()
+    if config.lora_modules:
+        raise StartupError("--lora-modules is set, but there are several models: set lora_modules of one of them")
     for model in models:
         for key in model.engine:
             if key not in known or key in NOT_OF_ENGINES:
@@ -166,11 +168,11 @@ class ModelProcesses:
         self._loads += 1
         id = f"{name}#{self._loads}"
         key = {f"{ENVIRONMENT_PREFIX}API_KEY": self._key, f"{ENVIRONMENT_PREFIX}ADMIN_API_KEY": self._key}
-        path, last_line = self._models[name].path, ""
+        model, last_line = self._models[name], ""
         ours, theirs = child_sockets()
 
         def note_progress(activity: str, share: float | None) -> None:
-            on_progress(activity.replace(path, name), share)  # Clients see the activity, but no paths.
+            on_progress(activity.replace(model.path, name), share)  # Clients see the activity, but no paths.
 
         on_progress(f"starting the process of {name}", None)
         with ours, theirs:
@@ -187,7 +189,8 @@ class ModelProcesses:
                 assert process.stderr is not None
 
                 def note_serving(url: str) -> None:
-                    on_loaded(EndpointSpec(url=url, id=id, api_key=self._key, models={name: name}))
+                    names = {served: served for served in (name, *model.adapters)}
+                    on_loaded(EndpointSpec(url=url, id=id, api_key=self._key, models=names))
 
                 last_line = await relay_lines(name, process.stderr, note_serving)
                 code = await process.wait()

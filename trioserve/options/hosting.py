@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from trioserve.contracts.errors import StartupError
+from trioserve.model.loading.settings import lora_modules
 from trioserve.options.option import about
 from trioserve.router.settings import HostedModelsSettings
 
@@ -56,6 +57,15 @@ class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     memory: Annotated[float, Meta(gt=0)] | None = None
     engine: dict[str, Any] = {}
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters of the model.
+
+        Raises:
+            StartupError: an adapter has no name or no path.
+        """
+        return tuple(module.name for module in lora_modules(self.engine.get("lora_modules", ())))
+
     @classmethod
     def of_table(cls, name: str, table: Mapping[str, Any], *, path_key: str = "path") -> HostedModelOptions:
         """Create the options from a table.
@@ -78,6 +88,10 @@ class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             values["aliases"] = [values["aliases"]]
         own = {key: value for key, value in values.items() if key in OWN_OPTIONS}
         engine = {key: value for key, value in values.items() if key not in OWN_OPTIONS}
+        if "lora_modules" in engine:
+            modules = engine["lora_modules"]
+            modules = modules if isinstance(modules, list | tuple) else [modules]
+            engine["lora_modules"] = [each if isinstance(each, str) else json.dumps(each) for each in modules]
         try:
             return msgspec.convert({"name": name, "path": path, **own, "engine": engine}, cls)
         except msgspec.ValidationError as error:
@@ -124,7 +138,7 @@ class HostingOptions:
             models += [model for model in _found_in(Path(self.models_dir)) if model.name not in named]
         names: set[str] = set()
         for model in models:
-            for name in (model.name, *model.aliases):
+            for name in (model.name, *model.aliases, *model.adapters):
                 if name in names:
                     raise StartupError(f'there are two hosted models with the name "{name}": give each its own')
                 names.add(name)

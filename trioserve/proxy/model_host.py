@@ -43,7 +43,7 @@ class ModelHost:
         models.on_order = self._follow
         models.on_ended = self._drain
         models.on_refused = self._refuse_waiting
-        fleet.dispatch.host(models.names, on_enter=self._note_enter, on_state=self._note_state)
+        fleet.dispatch.host(models.served_names, on_enter=self._note_enter, on_state=self._note_state)
 
     def show(self, metrics: Metrics) -> None:
         """Update the metrics of the models at every scrape. Call this method once.
@@ -115,5 +115,5 @@ class ModelHost:
 
     def _refuse_waiting(self, name: str, error: NoEndpoint) -> None:
         for admission in self._fleet.dispatch.live_admissions():
-            if admission.model == name and admission.is_waiting:
+            if admission.is_waiting and admission.model in self._models and self._models.base(admission.model) == name:
                 admission.end(error)

@@ -83,12 +83,18 @@ class RoutedModelStatus(Response):
 
 
 class RoutedModel(Response, tag_field="object", tag="model"):
-    """A model of the router's endpoints, or a model that is loaded on demand, which has a status."""
+    """A model of the router's endpoints, or a model that is loaded on demand, which has a status.
+
+    Attributes:
+        status: state of a model that is loaded on demand, or of an adapter's model.
+        parent: model that a LoRA adapter changes. Unset: it is no adapter of a model that is loaded on demand.
+    """
 
     id: str
     created: int
     owned_by: str
     status: RoutedModelStatus | UnsetType = UNSET
+    parent: str | UnsetType = UNSET
 
 
 class LoadingComment(Response):
@@ -350,6 +356,8 @@ def _card(context: RouterContext, name: str) -> RoutedModel:
     status = _status_of(context.services.models, context.services.fleet.aliases.get(name, name))
     if status is not None:
         card.status = _status(status)
+        if status.name != context.services.fleet.aliases.get(name, name):
+            card.parent = status.name
     return card
 
 

@@ -59,6 +59,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the model.
+        adapters: names of its LoRA adapters. A request for an adapter is a request for the model.
         bytes: memory of weights, KV cache and everything else, which the loaded model never exceeds.
         load_seconds: estimated time of a load. It is measured from the first load on.
         keep_alive_seconds: an idle model is unloaded after this time. It counts from the end of the last request.
@@ -67,6 +68,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     bytes: int
+    adapters: tuple[str, ...] = ()
     load_seconds: float = 1.0
     keep_alive_seconds: float = math.inf
     is_pinned: bool = False
@@ -190,7 +192,7 @@ class HostedModel:
 
 
 class HostedModels:
-    """The models of one server.
+    """The models of one server. Methods accept the name of an adapter for its model.
 
     Args:
         settings: limits.
@@ -202,19 +204,20 @@ class HostedModels:
 
     def __init__(self, settings: HostedModelsSettings, specs: Iterable[ModelSpec]) -> None:
         self._settings = settings
-        self._models = {spec.name: HostedModel(spec) for spec in specs}
-        pinned_bytes = sum(model.spec.bytes for model in self._models.values() if model.spec.is_pinned)
+        models = [HostedModel(spec) for spec in specs]
+        self._models = {name: model for model in models for name in (model.spec.name, *model.spec.adapters)}
+        pinned_bytes = sum(model.spec.bytes for model in self if model.spec.is_pinned)
         if pinned_bytes > settings.memory_bytes:
             raise StartupError(
                 f"the pinned models need {pinned_bytes} bytes, but all models together may have "
                 f"{settings.memory_bytes}: pin fewer models"
             )
-        for model in self._models.values():
+        for model in self:
             if model.spec.is_pinned:
                 model.is_requested, model.waiting_since = True, -math.inf
 
     def __iter__(self) -> Iterator[HostedModel]:
-        return iter(self._models.values())
+        return (model for name, model in self._models.items() if name == model.spec.name)
 
     def __getitem__(self, name: str) -> HostedModel:
         return self._models[name]
