@@ -94,6 +94,8 @@ def test_process_of_a_model_gets_the_common_options_and_its_own(tmp_path: Path):
         port=1,
         data_dir=str(tmp_path),
         api_key=("secret",),
+        trust_request_chat_template=True,
+        max_body_bytes=123_456,
     )
     command = ModelProcesses(made, made.hosted_models()).command("a")
     parser = argparse.ArgumentParser()
@@ -102,6 +104,7 @@ def test_process_of_a_model_gets_the_common_options_and_its_own(tmp_path: Path):
     assert (read.model, read.served_model_name, read.host, read.port) == ("/x", ("a",), "127.0.0.1", 0)
     assert (read.threads, read.quantization, read.max_model_len, read.enforce_eager) == (1, "int8", 2048, True)
     assert (read.data_dir, read.kv_cache_memory, read.api_key) == (str(tmp_path / "models" / "a"), 1.0, ())
+    assert (read.trust_request_chat_template, read.max_body_bytes) == (True, 123_456)
     assert json.loads(str(read.override_generation_config)) == {"top_k": 5}
     assert "secret" not in command
 

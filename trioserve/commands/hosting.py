@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,19 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS_MAX = 10.0  # A process that has not ended this long after SIGTERM is killed.
 NOT_OF_ENGINES = frozenset({"model", "served_model_name"})
+PASSED_ON = (
+    "trust_request_chat_template",
+    "tenant_header",
+    "max_body_bytes",
+    "max_response_bytes",
+    "max_responses_bytes",
+    "store_max_bytes",
+    "store_max_objects",
+    "store_ttl",
+    "max_background_responses",
+    "background_timeout",
+)
+"""Options of the server that also apply to the process of each model."""
 
 
 def hosted_models(config: Config) -> list[HostedModelOptions]:
@@ -107,13 +120,14 @@ class Hosting:
 
 def _common_options(config: Config) -> dict[str, Any]:
     """Return the engine options that apply to all models: those that were set, and the size of the KV cache."""
-    engine = {**options_of(EngineOptions), **options_of(ImageOptions)}
-    set_options = {
-        name: getattr(config, name)
-        for name, option in engine.items()
-        if name not in NOT_OF_ENGINES and getattr(config, name) != option.default
-    }
-    return {"kv_cache_memory": KV_CACHE_GIB, **set_options}
+    names = {**options_of(EngineOptions), **options_of(ImageOptions)}.keys() - NOT_OF_ENGINES
+    return {"kv_cache_memory": KV_CACHE_GIB, **_set_options(config, sorted(names))}
+
+
+def _set_options(config: Config, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options of these names that have another value than the default."""
+    known = options_of(Config)
+    return {name: getattr(config, name) for name in names if getattr(config, name) != known[name].default}
 
 
 class ModelProcesses:
@@ -144,7 +158,8 @@ class ModelProcesses:
         flags += ["--no-ui", "--no-access-log", "--log-level", config.log_level, "--drain-delay", "0"]
         if config.data_dir is not None:
             flags += ["--data-dir", str(Path(config.data_dir) / "models" / name.replace("/", "--"))]
-        return flags + engine_flags({**self._common, **model.engine})
+        passed_on = _set_options(config, PASSED_ON)
+        return flags + flags_of({**passed_on, **self._common, **model.engine})
 
     async def run(
         self,
@@ -198,13 +213,13 @@ class ModelProcesses:
         return f"its process ended with code {code}: {last_line}" if code else "its process ended"
 
 
-def engine_flags(options: Mapping[str, Any]) -> list[str]:
-    """Spell options of an engine as flags.
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Spell options of `serve` as flags.
 
     Args:
         options: values by the names of the options.
     """
-    known = {**options_of(EngineOptions), **options_of(ImageOptions)}
+    known = options_of(Config)
     flags: list[str] = []
     for name, value in options.items():
         flag = known[name].flag
