@@ -171,7 +171,7 @@ TOP_FILES = words(
 )
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
-    "bench.py random_checkpoint.py scripted.py simulate.py simulate_routers.py"
+    "bench.py random_checkpoint.py scripted.py simulate.py"
 )  # No other command of the product may import fakes.
 
 
@@ -179,8 +179,7 @@ COMMANDS_THAT_PRETEND = words(
 # torch. They import torch inside of functions, once torch is selected as the backend.
 TORCH_FILES = {
     "bench.inside": words(
-        "gpu/command.py gpu/kernel_checks.py gpu/kernel_times.py gpu/machine.py gpu/part.py gpu/steps.py "
-        "gpu/transformers_steps.py"
+        "gpu/command.py gpu/kernel_checks.py gpu/kernel_times.py gpu/machine.py gpu/steps.py gpu/transformers_steps.py"
     ),
     "model": words(
         "attention.py decoder.py device_sampler.py diffusion/beginning.py diffusion/components.py "

@@ -18,7 +18,7 @@ from trioserve.asyncio.disconnect import client_left
 from trioserve.asyncio.engine import Engine as AsyncioEngine
 from trioserve.asyncio.engine import in_a_thread
 from trioserve.asyncio.trio_thread import NoteStarted, TrioThread
-from trioserve.commands.engine_app import engine_app
+from trioserve.commands.serve import engine_app
 from trioserve.commands.serving import around_app, check_front, frontend_limits, optional_path
 from trioserve.config import Config, make_config
 from trioserve.contracts.errors import WrongLoop

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trioserve import __version__
-from trioserve.commands.option_groups import CHECK_OPTIONS, GROUPS, PLACED_OPTIONS, TERMINAL_OPTIONS
+from trioserve.commands.option_groups import CHECK_OPTIONS, GROUPS, PLACED_OPTIONS, TERMINAL_OPTIONS, Parser
 from trioserve.commands.program_end import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -21,7 +21,6 @@ from trioserve.commands.program_end import (
     limit_message,
     prepare_program,
 )
-from trioserve.commands.unknown_options import Parser
 from trioserve.commands.vllm_flags import without_vllm_flags
 from trioserve.config import Config, add_arguments, config_from
 from trioserve.contracts.errors import StartupError, TrioserveError
@@ -468,11 +467,9 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from trioserve.commands.simulate import SimulateSettings, run_replay, run_simulate, seeds_of
+    from trioserve.commands.simulate import SimulateSettings, run_replay, run_routers, run_simulate, seeds_of
 
     if arguments.routers:
-        from trioserve.commands.simulate_routers import run_routers
-
         return run_routers(arguments, seeds_of(arguments.seeds or "0:3"))
     settings = SimulateSettings.from_arguments(arguments)
     return run_simulate(settings) if arguments.replay is None else run_replay(arguments.replay, settings)
@@ -497,15 +494,14 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 def _operate(arguments: argparse.Namespace) -> int:
-    from trioserve.commands import operate
-    from trioserve.commands.remote import RemoteServer
+    from trioserve.commands.remote import RemoteServer, run_abort, run_drain, run_endpoints, run_requests
 
     server = RemoteServer.from_arguments(arguments.url, arguments.api_key)
     if arguments.command == "abort":
-        return operate.run_abort(server, arguments.ids, as_json=arguments.json)
+        return run_abort(server, arguments.ids, as_json=arguments.json)
     if arguments.command == "drain":
-        return operate.run_drain(server, arguments.name, move=arguments.move, as_json=arguments.json)
-    run = operate.run_requests if arguments.command == "requests" else operate.run_endpoints
+        return run_drain(server, arguments.name, move=arguments.move, as_json=arguments.json)
+    run = run_requests if arguments.command == "requests" else run_endpoints
     return run(server, as_json=arguments.json)
 
 

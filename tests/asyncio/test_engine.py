@@ -16,7 +16,7 @@ import pytest
 import trioserve
 import trioserve.asyncio
 from trioserve.asyncio.engine import Engine, in_a_thread
-from trioserve.asyncio.scope_stream import DeltaBox
+from trioserve.asyncio.streams import DeltaBox
 from trioserve.asyncio.trio_thread import TrioThread
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import (

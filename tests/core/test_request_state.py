@@ -10,8 +10,7 @@ from trioserve.contracts.events import Phase
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.core.live_request import LiveRequest
-from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_state import LiveRequest, RequestStatus
 
 LEGAL = """
     waiting -> waiting_for_remote_kv running finished

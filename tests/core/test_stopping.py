@@ -8,7 +8,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.guided_steps import finish_reason_of
-from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import LiveRequest
 
 
 def check(output: list[int], expect: str | None, *, stops: set[int], tokens_max: int, tokens_min: int) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import LiveRequest
 from trioserve.core.waiting_queue import WaitingQueue
 
 

@@ -25,8 +25,8 @@ from trioserve.simulation.core.history import (
     Wait,
     World,
 )
-from trioserve.simulation.images import core_history as iterative
-from trioserve.simulation.models import history as models
+from trioserve.simulation.images import core_simulator as iterative
+from trioserve.simulation.models import simulator as models
 from trioserve.simulation.router.history import (
     Add,
     Ask,

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from trioserve.cli import main
-from trioserve.commands.simulate_routers import Row
+from trioserve.commands.simulate import Row
 from trioserve.contracts.errors import StartupError
 from trioserve.router import policies
 from trioserve.router.endpoint_state import EndpointState

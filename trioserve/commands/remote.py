@@ -1,6 +1,7 @@
-"""A blocking HTTP client for commands that call a running server. It supports JSON calls and event streams.
+"""A blocking HTTP client for commands that call a running server: JSON calls and event streams.
 
-Ctrl-C ends a call and closes its connection.
+The commands `requests`, `abort`, `endpoints` and `drain` are here too. Each sends one call. Ctrl-C ends a call and
+closes its connection.
 """
 
 from __future__ import annotations
@@ -8,18 +9,29 @@ from __future__ import annotations
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from http.client import HTTPException, HTTPResponse
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER
 from trioserve.contracts.errors import TrioserveError
 
-__all__ = ["DEFAULT_URL", "Event", "RemoteServer", "ServerFailed"]
+__all__ = [
+    "DEFAULT_URL",
+    "Event",
+    "RemoteServer",
+    "ServerFailed",
+    "run_abort",
+    "run_drain",
+    "run_endpoints",
+    "run_requests",
+]
+
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CALL_SECONDS_MAX = 30.0
@@ -148,3 +160,86 @@ class RemoteServer:
             message = f"there is no {path}" if error.code == 404 else str(error.reason)
         hint = ": set a key with --api-key or TRIOSERVE_API_KEY" if error.code in (401, 403) else ""
         return f"{self.url} answered {error.code}, {message[:MESSAGE_CHARACTERS_MAX]}{hint}"
+
+
+REQUEST_COLUMNS = (
+    *("id", "state", "age_seconds", "prompt_tokens", "completion_tokens", "tenant"),
+    *("pictures", "steps_done", "step_count"),
+)
+"""Columns of the table. A column without any value is left out."""
+ENDPOINT_COLUMNS = ("id", "url", "health", "role", "leases", "leases_max", "in_flight", "moved_from", "moved_to")
+
+
+def run_requests(server: RemoteServer, *, as_json: bool) -> int:
+    """Print the unfinished requests that the caller's API key may see.
+
+    Args:
+        server: running server.
+        as_json: True prints the JSON of the response instead of a table.
+    """
+    return _show(server.call("GET", "/v1/requests"), REQUEST_COLUMNS, as_json=as_json, nothing="no unfinished requests")
+
+
+def run_endpoints(server: RemoteServer, *, as_json: bool) -> int:
+    return _show(server.call("GET", "/endpoints"), ENDPOINT_COLUMNS, as_json=as_json, nothing="no endpoints")
+
+
+def run_abort(server: RemoteServer, ids: Sequence[str], *, as_json: bool) -> int:
+    """Abort requests, and print the result for each request.
+
+    Args:
+        server: running server.
+        ids: ids of the requests.
+        as_json: True prints the JSON of the response.
+
+    Returns:
+        1 if the server does not know one of the requests, otherwise 0.
+    """
+    answer = server.call("POST", "/v1/requests/abort", {"ids": list(ids)})
+    if as_json:
+        print(msgspec.json.encode(answer).decode())
+    else:
+        for result in answer["data"]:
+            print(f"{result['id']}: {result['result']}")
+    return EXIT_FAILED if any(result["result"] == "unknown" for result in answer["data"]) else 0
+
+
+def run_drain(server: RemoteServer, name: str, *, move: bool, as_json: bool) -> int:
+    """Drain an endpoint of a router: the router sends it no new requests, and removes it once it is idle.
+
+    Args:
+        server: running router.
+        name: id of the endpoint.
+        move: True moves running requests to other endpoints instead of waiting for their end.
+        as_json: True prints the JSON of the response.
+    """
+    query = "?move=true" if move else ""
+    answer = server.call("POST", f"/endpoints/{quote(name, safe='')}/drain{query}", {})
+    if as_json:
+        print(msgspec.json.encode(answer).decode())
+    else:
+        print(f"{name} gets no new requests, and is removed once its last request has ended or moved")
+    return 0
+
+
+def _show(answer: Mapping[str, Any], columns: Sequence[str], *, as_json: bool, nothing: str) -> int:
+    rows: list[Mapping[str, Any]] = answer["data"]
+    if as_json:
+        print(msgspec.json.encode(answer).decode())
+        return 0
+    if not rows:
+        print(nothing)
+        return 0
+    shown = [column for column in columns if any(row.get(column) is not None for row in rows)]
+    cells = [shown, *([_cell(row.get(column)) for column in shown] for row in rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(shown))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return 0
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:.1f}" if isinstance(value, float) else str(value)
+    return "".join(character if character.isprintable() else "?" for character in text)

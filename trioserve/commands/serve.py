@@ -1,4 +1,7 @@
-"""`python -m trioserve serve`: runs an engine and an HTTP front end in one Trio nursery."""
+"""`python -m trioserve serve`: runs an engine and an HTTP front end in one Trio nursery.
+
+`engine_app` also makes the HTTP app for other hosts such as ASGI.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import trio
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
+from trioserve.api.caller import AccessRules
+from trioserve.api.page.page import PageSettings
 from trioserve.api.routes import App
 from trioserve.assemble import Loaded, open_configured_engine
 from trioserve.assemble_model import LoadReport, default_served_name
 from trioserve.commands.child_processes import ParentProcess
-from trioserve.commands.engine_app import engine_app
 from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.route import Routing, serve_router
 from trioserve.commands.serving import (
+    access_rules,
     around_app,
     check_front,
     frontend_limits,
     open_places,
     optional_path,
+    page_settings,
     run_until_signal,
     server_tls,
 )
@@ -38,6 +45,7 @@ from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, make_config
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.engine.engine import Engine
 from trioserve.engine.lifecycle.step_times import StepTime, StepTimes, step_trace
 from trioserve.http.server import FrontendServer
@@ -45,11 +53,58 @@ from trioserve.model.diffusion.directory import is_image_model
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.router_app import RouterApp
-from trioserve.store.store import open_store
+from trioserve.store.store import Store, open_store
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service, Worker
 
-__all__ = ["check_profile_directory", "profiling", "run_server", "serve", "serve_configured"]
+__all__ = ["check_profile_directory", "engine_app", "profiling", "run_server", "serve", "serve_configured"]
+
+
+def engine_app(
+    engine: Engine,
+    config: Config,
+    store: Store | None,
+    *,
+    tracer: Tracer = NO_TRACER,
+    is_behind_router: bool = False,
+    is_mounted: bool = False,
+) -> App:
+    """Create the HTTP app of an engine.
+
+    Args:
+        engine: open engine.
+        config: options of the server.
+        store: keeps responses, files and batches. None keeps nothing after a request.
+        tracer: records spans of requests.
+        is_behind_router: True if a router in this process checks API keys, shows the page and logs requests.
+        is_mounted: True if another program listens for the app. Other machines may reach the app, because the address
+            is unknown.
+    """
+    return App(
+        engine,
+        api_keys=() if is_behind_router else config.api_key,
+        admin_api_key=None if is_behind_router else config.admin_api_key,
+        access=None if is_behind_router else _access_rules(config, is_mounted=is_mounted),
+        trust_request_chat_template=config.trust_request_chat_template,
+        tenant_header=config.tenant_header,
+        store=store,
+        background=config.background_settings(),
+        connections=config.connection_settings(),
+        batches=config.batch_settings(),
+        detaching=config.detach_settings(),
+        router_grace=config.router_grace_settings(),
+        page=PageSettings(is_shown=False) if is_behind_router else page_settings(config),
+        tracer=tracer,
+        logs_requests=config.access_log and not is_behind_router,
+    )
+
+
+def _access_rules(config: Config, *, is_mounted: bool) -> AccessRules:
+    rules = msgspec.structs.replace(access_rules(config), loads_adapters=config.allow_runtime_lora_updating)
+    if is_mounted:
+        rules = msgspec.structs.replace(rules, operates_without_key=config.allow_operator_without_key)
+    return rules
+
 
 logger = logging.getLogger(__name__)
 

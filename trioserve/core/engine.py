@@ -41,10 +41,9 @@ from trioserve.contracts.weights import kept_salt
 from trioserve.core.block_holds import Hold
 from trioserve.core.guided_steps import GuidedSteps, take_token
 from trioserve.core.kv_blocks import BlockPool
-from trioserve.core.live_request import LiveRequest
 from trioserve.core.prefetches import Prefetches
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
-from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.request_table import RequestTable
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.sessions import Sessions

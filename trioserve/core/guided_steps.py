@@ -18,7 +18,7 @@ import msgspec
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.guide import GuidedRows, MaskMaker, TokenMasks
 from trioserve.contracts.step import ScheduledChunk, StepPlan
-from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import LiveRequest
 
 __all__ = ["finish_reason_of", "GuidedSteps", "take_token"]
 

@@ -20,7 +20,7 @@ import msgspec
 from trioserve.contracts.step import DraftTask, DraftTimes, ScheduledChunk, StepPlan, StepResult
 from trioserve.core.drafting import ACCEPTANCE_FIRST, ModelDraft
 from trioserve.core.kv_blocks import BlockPool
-from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
 
 __all__ = ["DraftJudge", "ModelDrafts"]

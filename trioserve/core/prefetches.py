@@ -31,9 +31,8 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import PrefetchResult
 from trioserve.core.eviction_order import STALE_MAX
 from trioserve.core.kv_blocks import BlockPool
-from trioserve.core.live_request import LiveRequest
 from trioserve.core.prefix_cache import PrefixCache
-from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.sessions import Session, Sessions
 from trioserve.core.settings import CoreSettings
 from trioserve.core.transfers import Transfers

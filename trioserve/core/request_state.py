@@ -6,8 +6,16 @@
     WAITING_FOR_          FINISHED ◄┴────────┘
     REMOTE_KV ──────────►  (from every state, once)
 
-A request owns blocks, or a slot, while it is RUNNING. live_request.py and latent_slots.py describe its resources in
-other states. No transition leaves FINISHED, so blocks and slots are released exactly once.
+A request owns blocks, or a slot, while it is RUNNING. No transition leaves FINISHED, so
+blocks and slots are released exactly once. latent_slots.py describes the slots of iterative requests.
+
+LiveRequest is one sequence in the core: its tokens, how many of them are computed, and the blocks that contain their
+KV. It owns blocks in these states only:
+
+- RUNNING. The blocks that its sliding window has passed are already free.
+- WAITING_FOR_REMOTE_KV.
+- WAITING, if its KV has arrived from another engine.
+- ENDED. The end was reported, but a step that was planned ahead still reads the blocks (steps_in_flight.py).
 """
 
 from __future__ import annotations
@@ -15,10 +23,17 @@ from __future__ import annotations
 import enum
 from typing import Generic, Protocol, TypeVar
 
-from trioserve.contracts.events import FinishReason
-from trioserve.contracts.ids import RequestId
+import msgspec
 
-__all__ = ["AskedRequest", "RequestLife", "RequestStatus"]
+from trioserve.contracts.events import FinishReason, Phase
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.core.drafting import Drafter, ModelDraft
+from trioserve.core.prefix_cache import PrefixChain
+from trioserve.core.sessions import Session
+from trioserve.core.state_slots import OwnState
+
+__all__ = ["AskedRequest", "LiveRequest", "RequestLife", "RequestStatus"]
 
 
 class RequestStatus(enum.Enum):
@@ -99,3 +114,110 @@ class RequestLife(Generic[Asked]):
     def order(self) -> tuple[int, int]:
         """Return the sort key for the queue. The request with the smaller key runs first."""
         return (self.request.priority, self.arrival_index)
+
+
+class LiveRequest(RequestLife[EngineRequest]):
+    """The state of one sequence.
+
+    `tokens` contains all known tokens: first the prompt, then the output. The KV of the first `computed_count` tokens
+    is in `blocks`. The other known tokens are due, which means that later steps must compute them.
+
+    Args:
+        request: the request, with its prompt and perhaps known output.
+        arrival_index: number of requests that arrived at this core before.
+    """
+
+    __slots__ = (
+        "absent_block_count",
+        "blocks",
+        "blocks_wanted",
+        "cached_token_count",
+        "chain",
+        "computed_count",
+        "deferred_until",
+        "drafter",
+        "guide",
+        "is_pooling",
+        "is_whole",
+        "load_was_tried",
+        "loaded_token_count",
+        "overtaken_count",
+        "prompt_logprobs_count",
+        "reserved_blocks",
+        "session",
+        "state",
+        "tokens",
+        "wants_load",
+    )
+
+    def __init__(self, request: EngineRequest, arrival_index: int) -> None:
+        super().__init__(request, arrival_index)
+        self.is_pooling = request.pooling is not None
+        self.is_whole = request.pooling is not None and request.pooling.is_whole
+        self.tokens = [*request.prompt_token_ids, *request.resumed_output]
+        self.computed_count = 0
+        self.blocks: list[BlockIndex] = []  # The block table. Its first absent_block_count entries are NO_BLOCK.
+        self.absent_block_count = 0
+        # Additional blocks that the request owns, for known tokens that a load did not cover.
+        self.reserved_blocks: list[BlockIndex] = []
+        self.state: OwnState | None = None  # Set while the request runs, if the model's layers keep a state.
+        # While fewer blocks than this are available, the scheduler does not try to admit the request.
+        self.blocks_wanted = 0
+        # Number of later requests that started while there were too few blocks for this request.
+        self.overtaken_count = 0
+        self.deferred_until: float | None = None  # Set when the request is deferred as a cold turn for the first time.
+        self.chain = PrefixChain(request.cache_salt, request.given)
+        self.drafter: Drafter | ModelDraft | None = None  # Created for the request's first draft.
+        self.guide = request.guide
+        self.session: Session | None = None
+        self.cached_token_count: int | None = None  # Set when the request first runs.
+        self.wants_load = False  # True if KV could be loaded, but too many loads were pending.
+        self.load_was_tried = False  # True if a load was started. There is no second load.
+        self.loaded_token_count = 0  # Number of tokens whose KV came from another engine.
+        # Number of prompt logprobs that were reported. A recomputed prompt must not report them again.
+        self.prompt_logprobs_count = 0
+
+    def rename_blocks(self, salt: str | None, *, is_private: bool) -> None:
+        """Use another salt for the hashes of this request's blocks, both in the core and in connectors.
+
+        Args:
+            salt: the cache salt that is used from now on.
+            is_private: True if no other request may share the blocks.
+        """
+        self.request = msgspec.structs.replace(self.request, cache_salt=salt)
+        self.chain = PrefixChain(salt, self.request.given, is_private=is_private)
+
+    @property
+    def own_blocks(self) -> list[BlockIndex]:
+        """Return all blocks on which the request has a claim. Each block is listed once."""
+        return [*self.blocks[self.absent_block_count :], *self.reserved_blocks]
+
+    @property
+    def own_block_count(self) -> int:
+        return len(self.blocks) - self.absent_block_count + len(self.reserved_blocks)
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_count(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def due_count(self) -> int:
+        return len(self.tokens) - self.computed_count
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Return True if the request must compute every prompt token itself.
+
+        Cached or loaded tokens have no hidden states. Prompt logprobs and some pooling methods need the hidden states.
+        """
+        return self.is_whole or self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def phase(self) -> Phase:
+        if self.cached_token_count is None:
+            return Phase.QUEUED
+        return Phase.DECODE if self.output_count else Phase.PREFILL

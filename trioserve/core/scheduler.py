@@ -37,12 +37,11 @@ from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.core.drafting import Drafter, ModelDraft
 from trioserve.core.kv_blocks import BlockPool
-from trioserve.core.live_request import LiveRequest
 from trioserve.core.model_drafts import ModelDrafts
 from trioserve.core.prefetches import Prefetches
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.core.prompt_pace import PromptPace
-from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.sessions import Session, Sessions
 from trioserve.core.settings import CoreSettings
 from trioserve.core.state_slots import OwnState, StateSlots

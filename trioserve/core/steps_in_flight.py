@@ -25,8 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
-from trioserve.core.live_request import LiveRequest
-from trioserve.core.request_state import RequestLife
+from trioserve.core.request_state import LiveRequest, RequestLife
 
 __all__ = ["STEPS_IN_FLIGHT_MAX", "StepsInFlight", "lacking_ids", "without_ended"]
 

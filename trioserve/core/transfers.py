@@ -48,8 +48,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.core.block_holds import BlockHolds
 from trioserve.core.connector_guard import ConnectorGuard, TransferFaults
 from trioserve.core.kv_blocks import BlockPool
-from trioserve.core.live_request import LiveRequest
-from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.settings import CoreSettings
 from trioserve.core.waiting_queue import WaitingQueue
 

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from trioserve.contracts.ids import RequestId
-from trioserve.core.live_request import LiveRequest
-from trioserve.core.request_state import RequestLife
+from trioserve.core.request_state import LiveRequest, RequestLife
 from trioserve.core.settings import CoreSettings
 
 __all__ = ["DeferredTurns", "WaitingQueue"]

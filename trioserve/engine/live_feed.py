@@ -29,8 +29,7 @@ from trioserve.contracts.page import (
 )
 from trioserve.contracts.version import VERSION
 from trioserve.core.engine import EngineCore
-from trioserve.core.live_request import LiveRequest
-from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.engine.lifecycle.request_scope import RequestsById
 from trioserve.engine.lifecycle.step_times import StepTimes
 from trioserve.engine.model_description import ModelDescription

@@ -32,8 +32,7 @@ from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.contracts.weights import WeightVersions, weights_salt
 from trioserve.core.adapters import AdapterLease
 from trioserve.core.encoder_outputs import OutputClaim
-from trioserve.core.live_request import LiveRequest
-from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.engine.lifecycle.request_scope import RequestPart, RequestScope
 from trioserve.engine.resumed_output import GivenOutput, ResumedChoice
 from trioserve.engine.sessions import LiveSession, SessionName

@@ -41,9 +41,8 @@ from trioserve.router import refusals
 from trioserve.router.continuation import Continuations
 from trioserve.router.endpoint_state import EndpointHealth, Fault
 from trioserve.router.endpoints import Endpoints
-from trioserve.router.leases import Disaggregation, Leases, stage_fault
+from trioserve.router.leases import Disaggregation, Leases, Moving, stage_fault
 from trioserve.router.moments import QueueDeadlines
-from trioserve.router.moving import Moving
 from trioserve.router.policies import PolicyFactory, Rng
 from trioserve.router.queues import Queue, Queues
 from trioserve.router.refusals import Refusals

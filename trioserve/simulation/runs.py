@@ -88,11 +88,11 @@ _EVENT_MODES: dict[Mode, _Parts] = {
         "router.routers_simulator:RoutersSimulation",
     ),
     "models": _Parts(
-        "models.history:ModelsHistory", "models.simulator:ModelsGenerator", "models.simulator:ModelsSimulation"
+        "models.simulator:ModelsHistory", "models.simulator:ModelsGenerator", "models.simulator:ModelsSimulation"
     ),
     "pair": _Parts("pair.history:PairHistory", "pair.simulator:PairGenerator", "pair.simulator:PairSimulation"),
     "iterative": _Parts(
-        "images.core_history:IterativeHistory",
+        "images.core_simulator:IterativeHistory",
         "images.core_simulator:IterativeGenerator",
         "images.core_simulator:IterativeSimulation",
     ),
@@ -100,7 +100,7 @@ _EVENT_MODES: dict[Mode, _Parts] = {
 _PLAN_MODES: dict[Mode, _Parts] = {
     "stack": _Parts("stack.plan:StackPlan", "stack.plan:drawn_stack_plan", "stack.simulator:StackSimulation"),
     "lasting": _Parts(
-        "stack.stored_plan:StoredPlan", "stack.stored_plan:drawn_stored_plan", "stack.stored_simulator:StoredSimulation"
+        "stack.stored_work:StoredPlan", "stack.stored_work:drawn_stored_plan", "stack.stored_simulator:StoredSimulation"
     ),
     "ranks": _Parts("ranks.plan:RanksPlan", "ranks.plan:drawn_ranks_plan", "ranks.simulator:RanksSimulation"),
     "images": _Parts("images.plan:ImagesPlan", "images.plan:drawn_images_plan", "images.simulator:ImagesSimulation"),

@@ -32,10 +32,9 @@ from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.settings import lora_modules as read_lora_modules
 from trioserve.testing.accounting import WATCH, assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAGE_CHAT_TEMPLATE, byte_tokenizer
-from trioserve.testing.fake_engine_options import next_own_seed, options_named
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeModel
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FakeImageEncoder
-from trioserve.testing.fake_weights import FakeCacheRelease, FakeWeightTarget
+from trioserve.testing.fake_weights import FakeCacheRelease, FakeWeightTarget, next_own_seed, options_named
 from trioserve.testing.inline_work import InlineDecoder, InlineTexts
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following

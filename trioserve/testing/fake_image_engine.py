@@ -30,8 +30,7 @@ from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.settings import EngineSettings, deadlines_of
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.accounting import WATCH, assert_all_free
-from trioserve.testing.fake_engine_options import next_own_seed, options_named
-from trioserve.testing.fake_weights import FakeCacheRelease
+from trioserve.testing.fake_weights import FakeCacheRelease, next_own_seed, options_named
 from trioserve.testing.invariants import check_iterative_idle
 from trioserve.testing.stepped_by_hand import ControlledSteps, GatedImageCore, InjectedFault, SteppedByHand
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped

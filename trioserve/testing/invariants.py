@@ -12,8 +12,7 @@ from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.iterative.latent_slots import LiveIteration
-from trioserve.core.live_request import LiveRequest
-from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.waiting_queue import WaitingQueue
 
 __all__ = ["check_core", "check_idle", "check_iterative_core", "check_iterative_idle"]

@@ -2,7 +2,7 @@
 work outside of the request queue, such as tokenizing in threads.
 
 A waiting key gets a slot after at most one job of each other waiting key, no matter how many jobs the other keys
-have. The method is start-time fair queueing (Goyal, Vin and Cheng, 1996), as in router/waiting_queue.py. All jobs count
+have. The method is start-time fair queueing (Goyal, Vin and Cheng, 1996), as in router/queues.py. All jobs count
 equally, because the jobs of one kind take similar time. Jobs of one key keep their order.
 """
 

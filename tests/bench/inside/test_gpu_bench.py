@@ -16,7 +16,7 @@ import torch
 
 from trioserve.bench.inside.gpu import command, kernel_checks, kernel_times, steps
 from trioserve.bench.inside.gpu.command import add_arguments, run
-from trioserve.bench.inside.gpu.part import Part
+from trioserve.bench.inside.gpu.machine import Part
 from trioserve.bench.inside.gpu.steps import Case, bound_seconds, table
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.model.real_shapes import SHAPES

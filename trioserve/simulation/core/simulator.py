@@ -24,8 +24,8 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore
-from trioserve.core.live_request import LiveRequest
 from trioserve.core.prefix_cache import PrefixChain
+from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings, DraftSourceName
 from trioserve.simulation.core.expected import ExpectedSequence, LateMasks, ResidencyBook, WatchedGuide
 from trioserve.simulation.core.history import (

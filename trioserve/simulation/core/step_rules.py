@@ -16,9 +16,8 @@ from trioserve.contracts.request import PRIORITY_MIN
 from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.core.drafting import NGRAM_MIN
 from trioserve.core.engine import EngineCore
-from trioserve.core.live_request import LiveRequest
 from trioserve.core.prefix_cache import PrefixChain
-from trioserve.core.request_state import RequestStatus
+from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.transfer_watch import TransferWatch
 

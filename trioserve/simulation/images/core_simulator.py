@@ -15,6 +15,17 @@ Rules of a step:
   only if a slot for its latent is free.
 
 The generator reads which requests are live and which step is in flight, but no internal state of the core.
+
+A history of a core of iterative requests, as data: its limits, then its events.
+
+    iterative slots=2 kept=1 work=4
+    arrive id="a" steps=3 guided=true
+    begin
+    abort ids=["a"]
+    forward
+    update
+
+A history stays valid when events are removed from it. For example, an update without a step does nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +33,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import Any, Literal
+
+import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, AbortResult, FinishReason, IterativePhase, RequestFinished
@@ -34,23 +47,93 @@ from trioserve.contracts.iterative import (
     OutputReady,
     StepDone,
 )
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
-from trioserve.simulation.images.core_history import (
-    Abort,
-    Arrive,
-    Begin,
-    Fail,
-    Forward,
-    IterativeSimulationEvent,
-    IterativeWorld,
-    Update,
-)
 from trioserve.simulation.script import EventSimulation, Trace
 from trioserve.testing.fake_image_engine import FakeIterativeExecutor, latent_after
 from trioserve.testing.invariants import check_iterative_core, check_iterative_idle
 
 __all__ = ["ExpectedIteration", "IterativeGenerator", "IterativeSimulation", "StepRules"]
+
+
+class IterativeWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="iterative"):
+    """Limits of the core.
+
+    Attributes:
+        slots: number of slots for running requests.
+        kept: number of slots for latents that are kept for preempted requests.
+        work: maximum work of one step.
+    """
+
+    slots: int = 1
+    kept: int = 0
+    work: int = 2
+
+
+class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
+    """A request arrives. A second request with the same id is ignored.
+
+    Attributes:
+        encode: work of encoding.
+        denoise: work of one denoising step.
+        decode: work of decoding.
+    """
+
+    id: str
+    steps: int = 1
+    seed: int = 0
+    priority: int = 0
+    guided: bool = False
+    encode: int = 1
+    denoise: int = 1
+    decode: int = 1
+    partial_every: int | None = None
+
+    def can_run(self, world: IterativeWorld) -> bool:
+        rows = 2 if self.guided else 1
+        return (
+            self.steps >= 1
+            and PRIORITY_MIN <= self.priority <= PRIORITY_MAX
+            and max(self.encode, rows * self.denoise, self.decode) <= world.work
+            and (self.partial_every is None or self.partial_every >= 1)
+        )
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
+    ids: tuple[str, ...]
+    reason: FinishReason = FinishReason.ABORT
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """Plan a step, unless a step is in flight."""
+
+
+class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
+    """Requests fail in the step in flight. Nothing happens if the step does not contain them or is already computed.
+
+    Attributes:
+        ids: the requests.
+    """
+
+    ids: tuple[str, ...]
+
+
+class Forward(msgspec.Struct, frozen=True, tag="forward"):
+    """Compute the forward pass of the step in flight."""
+
+
+class Update(msgspec.Struct, frozen=True, tag="update"):
+    """Let the core process the result of the step in flight."""
+
+
+IterativeSimulationEvent = Arrive | Abort | Begin | Fail | Forward | Update
+
+
+class IterativeHistory(msgspec.Struct, frozen=True):
+    world: IterativeWorld
+    events: tuple[IterativeSimulationEvent, ...]
+
 
 ENCODE, DENOISE, DECODE = IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE
 OTHER_PHASES = 2

@@ -24,7 +24,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
-from trioserve.core.live_request import LiveRequest
+from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
 from trioserve.simulation.core.step_rules import check_nobody_could_start
 from trioserve.simulation.pair.history import Come, HostName, PairWorld

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trioserve.contracts.endpoint import PairOutcome, RoutedRequest, Stage
 from trioserve.proxy.streams.continued_stream import ContinuedStream
+from trioserve.router.queues import SEQUENCE_COST_TOKENS
 from trioserve.router.ticket import Break, Ticket
-from trioserve.router.waiting_queue import SEQUENCE_COST_TOKENS
 
 __all__ = ["ExpectedRequest", "Fairness", "SimulatedStream", "check_turn"]
 

@@ -26,7 +26,8 @@ from trioserve.api.streams.detached_stream import DetachedStream
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.simulation.stack.http_requests import expected_tokens
-from trioserve.simulation.stack.stored_plan import (
+from trioserve.simulation.stack.stored_work import (
+    FINAL,
     OWNERS,
     Batch,
     Disk,
@@ -35,10 +36,10 @@ from trioserve.simulation.stack.stored_plan import (
     Leave,
     Snoop,
     StoredPlan,
+    StoredWork,
     Watch,
     Work,
 )
-from trioserve.simulation.stack.stored_work import FINAL, StoredWork
 from trioserve.simulation.traced_run import TracedRun, without_log_lines
 from trioserve.testing.invariants import check_core
 from trioserve.testing.memory_client import MemoryClient, MemoryResponse

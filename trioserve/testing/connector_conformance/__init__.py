@@ -25,9 +25,9 @@ until the load ends before the action.
 from __future__ import annotations
 
 from trioserve.testing.connector_conformance.every_connector import ConnectorConformance
+from trioserve.testing.connector_conformance.loads import StoreConformance
 from trioserve.testing.connector_conformance.pair import PairConformance, SenderConformance
-from trioserve.testing.connector_conformance.stage import TOKENS, Offered, Stage
-from trioserve.testing.connector_conformance.store import StoreConformance
+from trioserve.testing.connector_conformance.side import TOKENS, Offered, Stage
 
 __all__ = [
     "TOKENS",

@@ -8,16 +8,20 @@ import msgspec
 import trio
 
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.kv_transfer import (
-    KVLayout,
-    LoadFailed,
-    Released,
-)
+from trioserve.contracts.kv_transfer import KVLayout, LoadFailed, Released
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.testing.connector_conformance.every_connector import ConnectorConformance
 from trioserve.testing.connector_conformance.loads import LoadConformance
-from trioserve.testing.connector_conformance.side import kv_of, make_request
-from trioserve.testing.connector_conformance.stage import ABORT, LENGTH, MOMENTS_MAX, TOKENS, Offered, Stage
+from trioserve.testing.connector_conformance.side import (
+    ABORT,
+    LENGTH,
+    MOMENTS_MAX,
+    TOKENS,
+    Offered,
+    Stage,
+    kv_of,
+    make_request,
+)
 from trioserve.testing.memory_pages import SMALL_LAYOUT
 
 __all__ = ["PairConformance", "SenderConformance"]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from trioserve.bench.inside.gpu.part import Part
+from trioserve.bench.inside.gpu.machine import Part
 from trioserve.bench.settings import at_least_one
 from trioserve.model.device import DeviceType
 from trioserve.model.random_checkpoint import checkpoint_bytes

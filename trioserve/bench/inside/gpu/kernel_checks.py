@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trioserve.bench.inside.gpu.part import Part
+from trioserve.bench.inside.gpu.machine import Part
 from trioserve_kernels import Kernels, reference, reference_fused
 from trioserve_kernels.four_bits import FourBitWeight
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trioserve.bench.inside.gpu.kernel_checks import PAGE_TOKENS, PagedCase, four_bit_weight, kernels_of, tiles_of
-from trioserve.bench.inside.gpu.machine import COLD_BYTES, REPEATS, measured_bandwidth, seconds_of
-from trioserve.bench.inside.gpu.part import Part
+from trioserve.bench.inside.gpu.machine import COLD_BYTES, REPEATS, Part, measured_bandwidth, seconds_of
 from trioserve.model.layer_config import ExpertsConfig, MlpConfig
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.real_shapes import SHAPES

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import trio
 
-from trioserve.bench.inside.gpu.part import Part
+from trioserve.bench.inside.gpu.machine import Part
 from trioserve.bench.run import measure
 from trioserve.bench.runner import CannotMeasure, Measured, Scrape, http1_client, scrape
 from trioserve.bench.server_process import ServerProcess

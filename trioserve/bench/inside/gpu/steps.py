@@ -21,19 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trioserve.bench.inside.gpu.machine import measured_bandwidth
-from trioserve.bench.inside.gpu.part import Part
+from trioserve.bench.inside.gpu.machine import Part, measured_bandwidth
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan
-from trioserve.model.device import (
-    DeviceType,
-    attended_token_flops,
-    kv_block_bytes,
-    step_weight_bytes,
-    token_flops,
-)
+from trioserve.model.device import DeviceType, attended_token_flops, kv_block_bytes, step_weight_bytes, token_flops
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype
 from trioserve.model.real_shapes import SHAPES
