@@ -23,6 +23,7 @@ from trioserve_kernels.structs import (
     BLOCK_FORMATS,
     DTYPES,
     FileRowsStruct,
+    LayerStruct,
     LoadingStruct,
     MatrixStruct,
     ModelStruct,
@@ -435,7 +436,8 @@ class Engine:
         Returns:
             [rows, heads * head_dim], or [rows, heads * latent_dim] with latent attention.
         """
-        columns = model.head_count * (model.latent_dim or model.head_dim)
+        layer = LayerStruct.from_address(model.layers)
+        columns = layer.head_count * (model.latent_dim or layer.head_dim)
         attended = np.empty((len(queries), columns), dtype=queries.dtype)
         self.library.attention(
             self._handle, ctypes.addressof(model), ctypes.addressof(step), address(queries), address(attended)

@@ -203,7 +203,7 @@ class LayerStreamsStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("input_gate", "input_projection")),
-        *((name, _pointer) for name in ("router_norm", "router", "prediction", "correction", "scale", "input_norm")),
+        *((name, _pointer) for name in ("input_norm", "router_norm", "router", "prediction", "correction", "scale")),
     )
 
 
@@ -216,12 +216,12 @@ class LayerStruct(ctypes.Structure):
         *((name, _pointer) for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
         *((name, _pointer) for name in ("query_norm", "key_norm", "sinks", "activation_weights")),
         *((name, _int) for name in ("pairs_together", "window", "rotary", "qk_norm", "activation", "is_parallel")),
-        *((name, _int) for name in ("section", "has_temperature")),
+        *((name, _int) for name in ("section", "has_temperature", "head_count", "kv_head_count", "head_dim")),
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale")),
         ("experts", _pointer),
         ("recurrent", _pointer),
         ("latent", _pointer),
-        *((name, _pointer) for name in ("laurel", "streams", "value_norm")),
+        *((name, _pointer) for name in ("laurel", "streams", "value_norm", "scale")),
         ("shares_kv", _int),
         *((name, _pointer) for name in ("attention_gate", "attention_gate_bias")),
         ("has_cutoff", _int),
@@ -235,7 +235,7 @@ class ModelStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, _int) for name in ("dtype", "layer_count", "hidden_size", "intermediate_size")),
-        *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size")),
+        *((name, _int) for name in ("turned_dim", "vocab_size")),
         *((name, _int) for name in ("page_tokens", "batch_invariant", "norm_kind", "rotary_count", "latent_dim")),
         ("kv_format", _int),
         *((name, _int) for name in ("temperature_interval", "temperature_first")),

@@ -371,6 +371,11 @@ class _Opening:
                 "this model's layers have a state in addition to their KV, which connectors do not transfer: leave out "
                 "--kv-transfer-config"
             )
+        if checkpoint.config.common_kv_entry is None:
+            raise StartupError(
+                "the size of a token's KV differs from layer to layer, and connectors transfer only layers of one "
+                "size: leave out --kv-transfer-config"
+            )
         pages = runner.kv_pages(self._files.weights_name)
         connector = make_connector(
             ConnectorSetup(

@@ -71,10 +71,9 @@ inline int64_t first_seen(int64_t position, int64_t window) {
     return window > 0 && position >= window ? position - window + 1 : 0;
 }
 
-// Returns the address of a token's numbers in a layer's pages.
-inline int64_t slot_of(const AttentionShape& shape, const Chunk& chunk, int64_t position) {
-    const int64_t page = chunk.table[position / shape.page_tokens];
-    return (page * shape.page_tokens + position % shape.page_tokens) * shape.token_stride();
+// Returns the index of a token among the tokens of all pages.
+inline int64_t token_of(const Chunk& chunk, int64_t position, int64_t page_tokens) {
+    return chunk.table[position / page_tokens] * page_tokens + position % page_tokens;
 }
 
 // Finds the tokens at positions from .. from + count - 1, page by page, because a division per token would take longer than

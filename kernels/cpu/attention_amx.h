@@ -98,7 +98,7 @@ inline TileSpan find_span(const AttentionShape& shape, const bf16* pages, const 
         }
         const int64_t begin = base + block * LANES, end = begin + LANES;
         if (begin >= from && end <= to && shape.page_tokens % LANES == 0 && !shape.is_coded()) {
-            span.blocks[block] = pages + slot_of(shape, chunk, begin);
+            span.blocks[block] = pages + token_of(chunk, begin, shape.page_tokens) * shape.token_stride();
             continue;
         }
         const bf16* tokens_at[LANES];

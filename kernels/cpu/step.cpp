@@ -1,6 +1,7 @@
 #include "step.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
@@ -148,22 +149,14 @@ bool has_output_norms(const Model& model) {
     return false;
 }
 
-AttentionShape shape_of(const Model& model) {
-    AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+AttentionShape shape_of(const Model& model, const Layer& layer) {
+    AttentionShape shape{layer.head_count, layer.kv_head_count, layer.head_dim, model.page_tokens};
     shape.latent_dim = model.latent_dim;
     shape.kv_format = model.kv_format;
-    return shape;
-}
-
-AttentionShape shape_of(const Model& model, const Layer& layer) {
-    AttentionShape shape = shape_of(model);
     shape.score_cap = layer.score_cap;
     shape.sinks = layer.sinks;
     return shape;
 }
-
-// Numbers of a head that are rotated.
-int64_t turned_dim(const Model& model) { return model.head_dim - model.latent_dim; }
 
 bool is_first_rank(const Model& model) { return model.collectives == nullptr || model.collectives->rank == 0; }
 
@@ -179,6 +172,8 @@ bool attends(const Layer& layer) {
     return layer.qkv.parts[0].block_count > 0 || (layer.recurrent == nullptr && !has_mlp(layer));
 }
 
+float scale_of(const Layer& layer) { return layer.scale == nullptr ? 1.0f : *layer.scale; }
+
 // The first matrix of a layer's MLP or experts.
 const Matrix& first_of_mlp(const Layer& layer) { return layer.experts == nullptr ? layer.gate_up : layer.experts->router; }
 
@@ -189,11 +184,13 @@ const Matrix& first_matrix(const Layer& layer) {
 }
 
 // Numbers per row that attention's first product computes.
-int64_t qkv_size(const Model& model, const Layer& layer) {
-    if (layer.latent != nullptr) return queries_size(*layer.latent, model.head_count) + model.head_dim;
-    if (layer.shares_kv) return int64_t(model.head_count) * model.head_dim;
-    return (model.head_count + int64_t(2) * model.kv_head_count) * model.head_dim;
+int64_t qkv_size(const Layer& layer) {
+    if (layer.latent != nullptr) return queries_size(*layer.latent, layer.head_count) + layer.head_dim;
+    return (layer.head_count + (layer.shares_kv ? 0 : int64_t(2) * layer.kv_head_count)) * layer.head_dim;
 }
+
+// Numbers per row of all heads' queries, and of their results without latents.
+int64_t query_size(const Layer& layer) { return int64_t(layer.head_count) * layer.head_dim; }
 
 // Sets gates below a cutoff to 0, and writes their activation times up to to(n).
 template <class T, class To>
@@ -257,10 +254,14 @@ int64_t common_pages(const DecodeRow& a, const DecodeRow& b) {
 // The range that rows see: a sliding window, or sections. 0 is none.
 struct Reach {
     int64_t window, section;
-    bool operator<(const Reach& other) const {
-        return window != other.window ? window < other.window : section < other.section;
-    }
 };
+
+// Layers with equal numbers divide attention into the same pieces: their reach, and their heads.
+using PlanKey = std::array<int64_t, 5>;
+
+PlanKey plan_key(const Layer& layer) {
+    return {layer.window, layer.section, layer.head_count, layer.kv_head_count, layer.head_dim};
+}
 
 // How attention is divided into pieces, for one reach. chunks: the chunks of the step, or their parts in each section, which
 // count as sequences that begin with the section.
@@ -320,7 +321,7 @@ private:
     Rows<const T> norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight,
                             const Norm& norm, T* shared);
     void add_normed(int thread, float* product, int64_t rows, int64_t size, const float* weight, const Norm& norm,
-                    float scale, float* hidden);
+                    float scale, float* hidden, float total_scale = 1.0f);
     template <class T>
     void gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
               const Layer& layer, const Rows<T>& activated, const void* next, int32_t adapted_layer);
@@ -367,6 +368,10 @@ private:
     template <class T>
     HeadRows<T> head_rows(Buffer& memory, int64_t heads, int64_t dim) const;
     template <class T>
+    HeadRows<T> attended_rows(const AttentionShape& shape);
+    template <class T>
+    void pad_attended(const AttentionShape& shape);
+    template <class T>
     void make_room_for_latents(const Model& model);
     template <class T>
     void make_latents(int thread, const Model& model, const Layer& layer, const float* qkv, T* queries, T* pages);
@@ -406,11 +411,11 @@ private:
     std::vector<Chunk> chunks_;
     std::vector<int32_t> chunk_of_row_;
     std::vector<const float*> given_of_row_;  // empty if all rows use embeddings of tokens
-    std::vector<int64_t> slot_of_row_;    // offset of a row's keys in the pages of every layer
+    std::vector<int64_t> slot_of_row_;    // index of a row's token among the tokens of all pages
     std::vector<float*> logits_of_row_;  // for each sampled row, or null if its logits are not kept
     std::vector<Choice> choices_, all_choices_;  // for each sampled row, and for the rows of each rank
     std::vector<int32_t> vocab_counts_;  // for each rank
-    std::map<Reach, AttentionPlan> plans_;
+    std::map<PlanKey, AttentionPlan> plans_;
     std::vector<float> temperatures_;  // for each row
     std::unique_ptr<std::atomic<int>[]> parts_done_;
     int64_t rows_ = 0, parts_done_count_ = 0;
@@ -445,17 +450,18 @@ void Engine::plan_rows(const Model& model, const Step& step) {
                            step.tables + step.table_firsts[index]});
         chunk_of_row_.insert(chunk_of_row_.end(), step.chunk_counts[index], index);
     }
-    const AttentionShape shape = shape_of(model);
     slot_of_row_.resize(rows_);
     for (const Chunk& chunk : chunks_)
         for (int64_t token = 0; token < chunk.count; token++)
-            slot_of_row_[chunk.first_row + token] = slot_of(shape, chunk, chunk.start + token);
+            slot_of_row_[chunk.first_row + token] = token_of(chunk, chunk.start + token, model.page_tokens);
     plans_.clear();
     int64_t partials = 0;
-    for (int32_t layer = 0; layer < model.layer_count; layer++) {
-        const Reach reach{model.layers[layer].window, model.layers[layer].section};
-        if (!attends(model.layers[layer]) || plans_.count(reach)) continue;
-        partials = std::max(partials, (plans_[reach] = plan_attention(shape, reach)).part_count);
+    for (int32_t index = 0; index < model.layer_count; index++) {
+        const Layer& layer = model.layers[index];
+        if (!attends(layer) || plans_.count(plan_key(layer))) continue;
+        const AttentionShape shape = shape_of(model, layer);
+        const AttentionPlan& plan = plans_[plan_key(layer)] = plan_attention(shape, {layer.window, layer.section});
+        partials = std::max(partials, plan.part_count * partial_count(shape));
     }
     temperatures_.resize(rows_);
     for (const Chunk& chunk : chunks_)
@@ -463,7 +469,7 @@ void Engine::plan_rows(const Model& model, const Step& step) {
             const int64_t steps = (chunk.start + token + model.temperature_first) / model.temperature_interval;
             temperatures_[chunk.first_row + token] = float(1.0 + double(model.temperature_scale) * std::log1p(double(steps)));
         }
-    partials_.of<float>(partials * partial_count(shape));
+    partials_.of<float>(partials);
     if (parts_done_count_ < rows_) {
         parts_done_count_ = rows_ + rows_ / 4;
         parts_done_.reset(new std::atomic<int>[parts_done_count_]);
@@ -688,7 +694,7 @@ void Engine::product(int thread, const Rows<const T>& x, int64_t rows, const Mat
 
 template <class T>
 void Engine::embed(int thread, const Model& model, const Step& step, float* hidden) {
-    const int64_t size = model.hidden_size, half = turned_dim(model) / 2;
+    const int64_t size = model.hidden_size, half = model.turned_dim / 2;
     const Lanes scale = set(model.embedding_scale);
     float* angles = angles_.of<float>(0);
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
@@ -749,13 +755,14 @@ Rows<const T> Engine::norm_rows(int thread, const float* hidden, int64_t rows, i
     return normed;
 }
 
-// hidden += scale * norm of product. product is overwritten.
+// hidden = total_scale * (hidden + scale * norm of product). product is overwritten.
 void Engine::add_normed(int thread, float* product, int64_t rows, int64_t size, const float* weight, const Norm& norm,
-                        float scale, float* hidden) {
+                        float scale, float* hidden, float total_scale) {
     for (int64_t row; (row = team.take_share(thread, rows)) >= 0;) {
         float *from = product + row * size, *to = hidden + row * size;
         norm_row(from, weight, size, norm, [=](int64_t n) { return from + n; });
-        for (int64_t n = 0; n < size; n += LANES) store(to + n, fma(load(from + n), set(scale), load(to + n)));
+        for (int64_t n = 0; n < size; n += LANES)
+            store(to + n, mul(fma(load(from + n), set(scale), load(to + n)), set(total_scale)));
     }
     team.meet();
 }
@@ -822,7 +829,7 @@ void Engine::make_room_for_streams(const Model& model) {
     if (model.streams != nullptr) {
         const int64_t inputs = int64_t(model.layer_count) * model.streams->input_size;
         rank = std::max<int64_t>(rank, model.streams->input_size);
-        streams_.of<float>(model.streams->count * rows_ * model.hidden_size);
+        streams_.of<float>(model.streams->count > 1 ? model.streams->count * rows_ * model.hidden_size : 0);
         layer_inputs_.of<float>(rows_ * inputs);
         for (Own& own : own_) own.table_row.of<float>(inputs);
     }
@@ -849,7 +856,8 @@ void Engine::begin_streams(int thread, const Model& model, const Step& step, con
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
         const float* embedding = hidden + row * size;
         const float square = mean_square(embedding, size);
-        for (int64_t n = 0; n < size; n += LANES) store(stream_at(size, row, 0) + n, load(embedding + n));
+        for (int64_t n = 0; streams.count > 1 && n < size; n += LANES)
+            store(stream_at(size, row, 0) + n, load(embedding + n));
         for (int stream = 1; stream < streams.count; stream++) {
             float* values = stream_at(size, row, stream);
             const Lanes share = set(share_for_magnitude(values, size, square));
@@ -885,10 +893,10 @@ void Engine::correct_streams(int thread, const Model& model, int32_t index, floa
     const int64_t size = model.hidden_size, input_size = streams.input_size, inputs = model.layer_count * input_size;
     const float* layer_inputs = layer_inputs_.of<float>(0) + index * input_size;
     const Norm norm{model.norm_kind, model.norm_eps};
-    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;)
+    for (int64_t row; streams.count > 1 && (row = team.take_share(thread, rows_)) >= 0;)
         correct_row(streams, *layer.streams, size, model.norm_eps,
                     [&](int stream) { return stream_at(size, row, stream); }, hidden + row * size);
-    team.meet();
+    if (streams.count > 1) team.meet();
     const Rows<const T> x = norm_rows(thread, hidden, rows_, size, nullptr, norm, normed);
     const auto gated = rows_for<T>(low_rank_.of<T>(0), rows_, input_size);
     product<T>(thread, x, rows_, layer.streams->input_gate, nullptr,
@@ -905,6 +913,10 @@ void Engine::correct_streams(int thread, const Model& model, int32_t index, floa
     team.meet();
     product<T>(thread, gated, rows_, layer.streams->input_projection, nullptr, kept_in(outputs, size));
     team.meet();
+    if (streams.count == 1) {
+        add_normed(thread, outputs, rows_, size, layer.streams->input_norm, norm, 1.0f, hidden, scale_of(layer));
+        return;
+    }
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
         float* given = outputs + row * size;
         norm_row(given, layer.streams->input_norm, size, norm, [=](int64_t n) { return given + n; });
@@ -1111,15 +1123,15 @@ static int64_t place_in_qkv(const AttentionShape& shape, const Layer& layer, int
 template <class T>
 void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, int64_t row, T* queries,
                             T* pages) {
-    const AttentionShape shape = shape_of(model);
+    const AttentionShape shape = shape_of(model, layer);
     const int64_t dim = shape.head_dim, half = dim / 2;
-    const float* cosines = angles_.of<float>(0) + (layer.rotary * rows_ + row) * dim;
-    const float* sines = cosines + half;
+    const float* cosines = angles_.of<float>(0) + (layer.rotary * rows_ + row) * model.turned_dim;
+    const float* sines = cosines + model.turned_dim / 2;
     const bool is_unbiased = model.norm_kind == BIASED_LAYER_NORM && layer.qk_norm != HEAD_NORM;
     const Norm kind{is_unbiased ? int32_t(LAYER_NORM) : model.norm_kind, model.norm_eps};
-    T* slot = pages + slot_of_row_[row];
-    uint8_t* coded = reinterpret_cast<uint8_t*>(pages) + slot_of_row_[row];
-    float* from = qkv + row * qkv_size(model, layer);
+    T* slot = pages + slot_of_row_[row] * shape.token_stride();
+    uint8_t* coded = reinterpret_cast<uint8_t*>(pages) + slot_of_row_[row] * shape.token_stride();
+    float* from = qkv + row * qkv_size(layer);
     const int key_heads = layer.shares_kv ? 0 : shape.kv_heads;
     constexpr int64_t DIM_MAX = 512;
     alignas(64) float normed[DIM_MAX];
@@ -1169,7 +1181,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
 template <class T>
 void Engine::turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t first_row, int count,
                             int64_t first_block, int blocks, T* queries, T* pages) {
-    const AttentionShape shape = shape_of(model);
+    const AttentionShape shape = shape_of(model, layer);
     const int64_t dim = shape.head_dim, half = dim / 2, first = first_block * LANES, head = first / dim;
     const auto sum_of_block = [&](int row, int block) {
         const Lanes sum = load(sums + row * PANEL + block * LANES);
@@ -1179,19 +1191,22 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
     if (head >= shape.heads + shape.kv_heads) {
         for (int row = 0; row < count; row++)
             for (int block = 0; block < blocks; block++)
-                store(pages + slots[row] + first - shape.heads * dim + block * LANES, sum_of_block(row, block));
+                store(pages + slots[row] * shape.token_stride() + first - shape.heads * dim + block * LANES,
+                      sum_of_block(row, block));
         return;
     }
     const int64_t pair = first % dim / 2;
-    const float* cosines = angles_.of<float>(0) + (layer.rotary * rows_ + first_row) * dim + pair;
+    const int64_t turned = model.turned_dim;
+    const float* cosines = angles_.of<float>(0) + (layer.rotary * rows_ + first_row) * turned + pair;
     const bool is_query = head < shape.heads;
     T* query = is_query ? query_at(shape, first_row, head, queries) + pair : nullptr;
     const int64_t query_step = shape.group() * shape.query_stride();
-    for (int row = 0; row < count; row++, cosines += dim) {
+    for (int row = 0; row < count; row++, cosines += turned) {
         const Lanes a = sum_of_block(row, 0), b = sum_of_block(row, 1);
         const Lanes factor = set(is_query ? query_factor(layer, first_row + row) : 1.0f);
-        const Lanes cosine = mul(load(cosines), factor), sine = mul(load(cosines + half), factor);
-        T* to = is_query ? query + row * query_step : pages + slots[row] + (head - shape.heads) * dim + pair;
+        const Lanes cosine = mul(load(cosines), factor), sine = mul(load(cosines + turned / 2), factor);
+        T* slot = pages + slots[row] * shape.token_stride();
+        T* to = is_query ? query + row * query_step : slot + (head - shape.heads) * dim + pair;
         store(to, sub(mul(a, cosine), mul(b, sine)));
         store(to + half, fma(b, cosine, mul(a, sine)));
     }
@@ -1333,15 +1348,35 @@ HeadRows<T> Engine::head_rows(Buffer& memory, int64_t heads, int64_t dim) const 
     return {rows_for<T>(memory.of<T>(heads * apart), rows_, dim), dim, apart};
 }
 
+// Results of a layer's attention. All layers use the same memory.
+template <class T>
+HeadRows<T> Engine::attended_rows(const AttentionShape& shape) {
+    if (shape.latent_dim > 0) return head_rows<T>(attended_, shape.heads, shape.latent_dim);
+    const int64_t size = int64_t(shape.heads) * shape.head_dim;
+    return {rows_for<T>(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size), shape.head_dim};
+}
+
+// Allocates a layer's results and pads them. Padding stays valid, because if heads differ from layer to layer, why_not_native
+// allows only sizes without padding.
+template <class T>
+void Engine::pad_attended(const AttentionShape& shape) {
+    const HeadRows<T> attended = attended_rows<T>(shape);
+    const int64_t heads = shape.latent_dim > 0 ? shape.heads : 1;
+    const int64_t size = shape.latent_dim > 0 ? shape.latent_dim : int64_t(shape.heads) * shape.head_dim;
+    for (int64_t row = 0; row < rows_ && padded_depth(size) > size; row++)
+        for (int64_t head = 0; head < heads; head++) attended.of(head).pad(row, size);
+}
+
 template <class T>
 void Engine::make_room_for_latents(const Model& model) {
     for (int32_t index = 0; index < model.layer_count; index++) {
         if (model.layers[index].latent == nullptr) continue;
         const Latent& latent = *model.layers[index].latent;
-        head_rows<T>(plain_, model.head_count, latent.plain_dim);
-        values_.of<T>(readable(rows_) * padded_depth(model.head_count * latent.value_dim));
+        const int64_t heads = model.layers[index].head_count;
+        head_rows<T>(plain_, heads, latent.plain_dim);
+        values_.of<T>(readable(rows_) * padded_depth(heads * latent.value_dim));
         compressed_.of<T>(readable(rows_) * padded_depth(latent.query_rank));
-        raised_.of<float>(latent.query_rank > 0 ? rows_ * model.head_count * (latent.plain_dim + latent.turned_dim) : 0);
+        raised_.of<float>(latent.query_rank > 0 ? rows_ * heads * (latent.plain_dim + latent.turned_dim) : 0);
     }
 }
 
@@ -1349,8 +1384,8 @@ void Engine::make_room_for_latents(const Model& model) {
 template <class T>
 void Engine::make_latents(int thread, const Model& model, const Layer& layer, const float* qkv, T* queries, T* pages) {
     const Latent& latent = *layer.latent;
-    const AttentionShape shape = shape_of(model);
-    const int64_t stride = qkv_size(model, layer), turned = latent.turned_dim;
+    const AttentionShape shape = shape_of(model, layer);
+    const int64_t stride = qkv_size(layer), turned = latent.turned_dim;
     const float* raw = qkv;
     int64_t raw_stride = stride;
     if (latent.query_rank > 0) {
@@ -1377,7 +1412,7 @@ void Engine::make_latents(int thread, const Model& model, const Layer& layer, co
     const float* angles = angles_.of<float>(0) + layer.rotary * rows_ * turned;
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
         store_latent(latent, shape, qkv + row * stride + queries_size(latent, shape.heads), angles + row * turned,
-                     pages + slot_of_row_[row]);
+                     pages + slot_of_row_[row] * shape.token_stride());
         for (int64_t head = 0; head < shape.heads; head++)
             split_query(latent, raw + row * raw_stride + head * (latent.plain_dim + turned), angles + row * turned,
                         layer.query_factor, plain.of(head), row, query_at(shape, row, head, queries) + shape.latent_dim);
@@ -1398,9 +1433,9 @@ void Engine::make_latents(int thread, const Model& model, const Layer& layer, co
 template <class T>
 Rows<const T> Engine::raise_values(int thread, const Model& model, const Layer& layer,
                                    const HeadRows<const T>& attended) {
-    const int64_t dim = layer.latent->value_dim, size = model.head_count * dim;
+    const int64_t dim = layer.latent->value_dim, size = layer.head_count * dim;
     const auto values = rows_for<T>(values_.of<T>(0), rows_, size);
-    multiply_heads<T>(team, thread, attended, rows_, model.head_count, static_cast<const T*>(layer.latent->value_up), dim,
+    multiply_heads<T>(team, thread, attended, rows_, layer.head_count, static_cast<const T*>(layer.latent->value_up), dim,
                       [&](int64_t head, int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                           for (int row = 0; row < count; row++)
                               for (int block = 0; block < blocks; block++) {
@@ -1636,17 +1671,23 @@ template <class T>
 bool Engine::compute(const Model& model, const Step& step) {
     plan_rows(model, step);
     is_abandoned_ = false;
-    const AttentionShape shape = shape_of(model);
     const int64_t rows = rows_, hidden_size = model.hidden_size, middle = model.intermediate_size;
-    const int64_t query_size = int64_t(shape.heads) * shape.head_dim;
-    int64_t qkv_size_max = 0, input_size_max = std::max({hidden_size, query_size, middle});  // largest inputs of products
+    int64_t qkv_size_max = 0, query_size_max = 0, queries_max = 0, gate_size_max = 0;
+    int64_t input_size_max = std::max(hidden_size, middle);  // largest inputs of products
     for (int32_t index = 0; index < model.layer_count; index++) {
         const Layer& layer = model.layers[index];
-        if (attends(layer)) qkv_size_max = std::max(qkv_size_max, qkv_size(model, layer));
+        if (!attends(layer)) continue;
+        const AttentionShape shape = shape_of(model, layer);
+        qkv_size_max = std::max(qkv_size_max, qkv_size(layer));
+        query_size_max = std::max(query_size_max, query_size(layer));
+        queries_max = std::max(queries_max, (rows * shape.heads + 32) * shape.query_stride());
+        if (layer.attention_gate != nullptr) gate_size_max = std::max(gate_size_max, query_size(layer));
+        pad_attended<T>(shape);
         if (layer.latent == nullptr) continue;
-        input_size_max = std::max<int64_t>(input_size_max, model.head_count * layer.latent->value_dim);
+        input_size_max = std::max<int64_t>(input_size_max, layer.head_count * layer.latent->value_dim);
         input_size_max = std::max<int64_t>(input_size_max, layer.latent->query_rank);
     }
+    input_size_max = std::max(input_size_max, query_size_max);
     for (int32_t index = 0; index < model.layer_count; index++)
         if (model.layers[index].laurel != nullptr)
             input_size_max = std::max<int64_t>(input_size_max, model.layers[index].laurel->rank);
@@ -1657,13 +1698,8 @@ bool Engine::compute(const Model& model, const Step& step) {
     const int64_t beside_numbers = has_own_mlp_norms(model) ? readable(rows) * padded_depth(hidden_size) : 0;
     const auto beside = rows_for<T>(beside_.of<T>(beside_numbers), rows, hidden_size);
     float* qkv = qkv_.of<float>(rows * qkv_size_max);
-    T* queries = queries_.of<T>((rows * shape.heads + 32) * shape.query_stride());
+    T* queries = queries_.of<T>(queries_max);
     make_room_for_latents<T>(model);
-    HeadRows<T> attended{{}, shape.head_dim};
-    if (model.latent_dim > 0)
-        attended = head_rows<T>(attended_, shape.heads, shape.latent_dim);
-    else
-        attended.rows = rows_for<T>(attended_.of<T>(readable(rows) * padded_depth(query_size)), rows, query_size);
     activated_.of<T>(readable(rows) * padded_depth(middle));
     int64_t recurrent_size = 0;
     for (int32_t index = 0; index < model.layer_count; index++)
@@ -1672,20 +1708,14 @@ bool Engine::compute(const Model& model, const Step& step) {
     T* recurrent = recurrent_.of<T>(recurrent_size > 0 ? readable(rows) * padded_depth(recurrent_size) : 0);
     make_room_for_states<T>(model);
     make_room_for_streams<T>(model);
-    for (int32_t index = 0; index < model.layer_count; index++)
-        if (model.layers[index].attention_gate != nullptr) attention_gates_.of<float>(rows * query_size);
-    for (int64_t row = 0; row < rows; row++) {
-        if (model.latent_dim == 0) attended.rows.pad(row, query_size);
-        for (int64_t head = 0; model.latent_dim > 0 && head < shape.heads; head++)
-            attended.of(head).pad(row, shape.latent_dim);
-    }
+    attention_gates_.of<float>(rows * gate_size_max);
     quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max(input_size_max, recurrent_size)));
-    angles_.of<float>(model.rotary_count * rows * turned_dim(model));
+    angles_.of<float>(model.rotary_count * rows * model.turned_dim);
     float* outputs = product_.of<float>(has_output_norms(model) ? rows * hidden_size : 0);
     const Norm norm{model.norm_kind, model.norm_eps};
     make_room_for_experts<T>(model);
     adapters_.plan<T>(step.adapters, chunk_of_row_, model.layer_count, team.thread_count(),
-                      padded_depth(std::max({hidden_size, query_size, middle})));
+                      padded_depth(std::max({hidden_size, query_size_max, middle})));
     float* sampled_hidden = sampled_.of<float>(sampled * hidden_size);
     int64_t kept_count = 0;
     for (int64_t row = 0; row < sampled; row++) kept_count += step.samplings[row].needs_logits != 0;
@@ -1700,6 +1730,7 @@ bool Engine::compute(const Model& model, const Step& step) {
         logits += model.vocab_size;
     }
 
+    const bool has_streams = model.streams != nullptr && model.streams->count > 1;
     const Collectives* ranks = model.collectives;
     room_count_ = rows * hidden_size;
     room_ = ranks == nullptr ? nullptr : ranks->room(ranks->context, room_count_);
@@ -1757,6 +1788,7 @@ bool Engine::compute(const Model& model, const Step& step) {
         for (int32_t index = 0; index < model.layer_count; index++) {
             const Layer& layer = model.layers[index];
             T* pages = static_cast<T*>(step.pages[index]);
+            const AttentionShape shape = shape_of(model, layer);
             // If the parts of attention and MLP are added at the same time, one sum of ranks is enough. If a norm follows, it
             // applies to the sum of the parts. Otherwise the first rank adds its part to the hidden state, and the other
             // ranks add theirs to zeros.
@@ -1770,7 +1802,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             float* mixed_part = layer.sums_attention ? place_of_part(mixed_total) : mixed_total;
             const float* mixed_base = is_normed || (layer.sums_attention && !is_first) ? nullptr : hidden;
             const float mixed_scale = is_normed ? 1.0f : layer.residual_scale;
-            if (layer.streams != nullptr) predict_streams(thread, model, layer, hidden);
+            if (has_streams) predict_streams(thread, model, layer, hidden);
             if (thread == 0 && step.tapped != nullptr && step.tapped[index] != nullptr)
                 std::memcpy(step.tapped[index], hidden, sizeof(float) * rows * hidden_size);
             Rows<const T> x = {};
@@ -1812,7 +1844,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             }
             if (layer.attention_gate != nullptr) {
                 product<T>(thread, x, rows, *layer.attention_gate, nullptr,
-                           kept_in(attention_gates_.of<float>(0), query_size));
+                           kept_in(attention_gates_.of<float>(0), query_size(layer)));
                 team.meet();
             }
             if (!attends(layer)) {
@@ -1824,7 +1856,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                 };
                 product(thread, x, rows, layer.qkv, nullptr, adapted(&AdapterLayer::qkv, index, turn));
             } else {
-                const int64_t size = qkv_size(model, layer);
+                const int64_t size = qkv_size(layer);
                 lower(x, &AdapterLayer::qkv, index);
                 const auto keep = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                     for (int row = 0; row < count; row++) {
@@ -1847,11 +1879,12 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (attends(layer)) {
                 team.meet();
                 if (is_abandoned_) return;
-                attend<T>(thread, shape_of(model, layer), plans_.at({layer.window, layer.section}), layer.window, queries,
-                          pages, attended, first_read<T>(thread, layer.output, rows));
+                const HeadRows<T> attended = attended_rows<T>(shape);
+                attend<T>(thread, shape, plans_.at(plan_key(layer)), layer.window, queries, pages, attended,
+                          first_read<T>(thread, layer.output, rows));
                 team.meet();
                 if (layer.attention_gate != nullptr) {
-                    gate_attended(thread, layer, attended.rows, query_size);
+                    gate_attended(thread, layer, attended.rows, query_size(layer));
                     team.meet();
                 }
                 Rows<const T> found = attended.rows;
@@ -1873,6 +1906,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (layer.laurel != nullptr) add_laurel(thread, *layer.laurel, x, hidden_size, norm, hidden);
             if (!has_mlp(layer)) continue;
             const bool is_mlp_normed = layer.mlp_output_norm != nullptr;
+            const float total_scale = layer.streams == nullptr ? scale_of(layer) : 1.0f;  // else streams apply it
             float* total = is_mlp_normed ? outputs : hidden;
             float* part = sums_later ? mixed_part : sums_mlp ? place_of_part(total) : total;
             const float* base = sums_later ? mixed_part : is_mlp_normed || (sums_mlp && !is_first) ? nullptr : hidden;
@@ -1883,7 +1917,8 @@ bool Engine::compute(const Model& model, const Step& step) {
                 if (sums_mlp) add_up(part, total);
                 if (is_mlp_normed)
                     add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale,
-                               hidden);
+                               hidden, total_scale);
+                if (layer.streams != nullptr) correct_streams(thread, model, index, hidden, outputs, normed);
                 continue;
             }
             const int64_t own_middle = outputs_of(layer, layer.gate_up);
@@ -1903,10 +1938,11 @@ bool Engine::compute(const Model& model, const Step& step) {
             team.meet();
             if (sums_mlp) add_up(part, total);
             if (is_mlp_normed)
-                add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale, hidden);
+                add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale, hidden,
+                           total_scale);
             if (layer.streams != nullptr) correct_streams(thread, model, index, hidden, outputs, normed);
         }
-        if (model.streams != nullptr) end_streams(thread, model, hidden, outputs, normed);
+        if (has_streams) end_streams(thread, model, hidden, outputs, normed);
         if (sampled == 0) return;
         if (thread == 0)
             for (int64_t index = 0; index < sampled; index++)
@@ -1997,15 +2033,11 @@ void Engine::compute_sampling(const Step& step, int64_t vocab, const float* logi
 template <class T>
 void Engine::compute_attention(const Model& model, const Step& step, const T* queries, T* attended) {
     plan_rows(model, step);
-    const AttentionShape shape = shape_of(model);
+    const AttentionShape shape = shape_of(model, model.layers[0]);
     const int64_t dim = shape.head_dim, value_dim = shape.value_dim(), group = shape.group(), size = shape.heads * dim;
-    const int64_t window = model.layers[0].window;
+    const Layer& layer = model.layers[0];
     T* ordered = queries_.of<T>((rows_ * shape.heads + 32) * shape.query_stride());
-    HeadRows<T> found{{}, value_dim};
-    if (shape.latent_dim > 0)
-        found = head_rows<T>(attended_, shape.heads, value_dim);
-    else
-        found.rows = rows_for<T>(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size);
+    const HeadRows<T> found = attended_rows<T>(shape);
     // In a model, padding stays valid. Here, every call may have another shape.
     std::memset(ordered, 0, sizeof(T) * (rows_ * shape.heads + 32) * shape.query_stride());
     for (int64_t row = 0; row < rows_; row++)
@@ -2014,7 +2046,8 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
                         queries + row * size + head * dim, sizeof(T) * dim);
     team.run([&](int thread) {
         configure_tiles();
-        attend<T>(thread, shape_of(model, model.layers[0]), plans_.at({window, 0}), window, ordered, static_cast<const T*>(step.pages[0]), found, nullptr);
+        attend<T>(thread, shape, plans_.at(plan_key(layer)), layer.window, ordered, static_cast<const T*>(step.pages[0]),
+                  found, nullptr);
     });
     for (int64_t row = 0; row < rows_; row++)
         for (int64_t head = 0; head < shape.heads; head++)

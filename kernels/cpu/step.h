@@ -95,7 +95,7 @@ struct Laurel {
     int32_t rank;
 };
 
-// A model whose hidden state has several streams, see StreamsConfig. ins, outs: [count - 1], for all streams but the first.
+// A model whose hidden state has several streams, or whose layers have inputs (count 1), see StreamsConfig. ins, outs: [count - 1], for all streams but the first.
 // input_table: [input_vocab_size, layers * input_size]. table_scale multiplies its rows. input_norm: [input_size].
 constexpr int STREAMS_MAX = 8;
 struct Streams {
@@ -106,11 +106,11 @@ struct Streams {
     float table_scale;
 };
 
-// A layer of a model with streams. router_norm, input_norm: [hidden_size]. scale: [hidden_size], or null. router:
+// A layer of a model with streams. With one stream, only the first three are there. router_norm, input_norm: [hidden_size]. scale: [hidden_size], or null. router:
 // [count][hidden_size]. prediction: [count * count][count]. correction: [count][count].
 struct LayerStreams {
     Matrix input_gate, input_projection;
-    const float *router_norm, *router, *prediction, *correction, *scale, *input_norm;
+    const float *input_norm, *router_norm, *router, *prediction, *correction, *scale;
 };
 
 // The rows of one chunk, and the slots of the layers' states before and after these rows. reads: -1 starts with zeros.
@@ -124,6 +124,7 @@ struct StateSpan {
 // pairs_together: in query and key heads, 16 outputs of the first half and 16 of the second half alternate, also in the
 // bias. So numbers that are rotated together are computed together.
 // window: tokens that a position sees. 0 is all. section: if not 0, a position sees only its own section of this length.
+// head_count, kv_head_count, head_dim: heads of attention. In latent attention, head_dim is that of the cache's keys.
 // has_temperature: nonzero scales queries by their position, see Model. rotary: index of the model's rotary embedding.
 // qk_norm: query_norm and key_norm have one number per number of a head (HEAD), or per number of a row. The latter
 // normalize each head (HEADS) or all heads together (ROW). Only HEAD has biases, if the model's norms have biases.
@@ -140,6 +141,7 @@ struct Layer {
     const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm, *sinks;
     const float* activation_weights;  // alpha_p, alpha_n, beta and eps of xIELU, or null
     int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel, section, has_temperature;
+    int32_t head_count, kv_head_count, head_dim;
     float query_factor, score_cap, residual_scale;
     const Experts* experts;
     const Recurrent* recurrent;
@@ -147,6 +149,7 @@ struct Layer {
     const Laurel* laurel;
     const LayerStreams* streams;
     const float* value_norm;  // [head_dim], normalizes each head's values, or null
+    const float* scale;       // [1], multiplies the hidden state after the layer, or null
     int32_t shares_kv;        // nonzero: the pages belong to an earlier layer, and qkv gives only queries
     const Matrix* attention_gate;   // its sigmoid multiplies the output of the heads, or null
     const float* attention_gate_bias;
@@ -158,19 +161,19 @@ struct Layer {
     int32_t has_gate;
 };
 
-// A model, or the part of a rank. intermediate_size: the largest of all layers. latent_dim: numbers of a value in latent
-// attention, where head_dim is that of the cache's keys. 0 is ordinary attention.
+// A model, or the part of a rank. intermediate_size: the largest of all layers. turned_dim: numbers of a head that are
+// rotated, the most of all layers. latent_dim: numbers of a value in latent attention. 0 is ordinary attention.
 // temperature_*: layers with a temperature multiply queries by 1 + scale * ln(1 + floor((position + first) / interval)).
 // batch_invariant: nonzero makes the bits of a row's logits depend only on its tokens and the weights. Without AMX they
 // always do. vocab_first, vocab_count: the tokens whose rows of embedding and head are here.
 struct Model {
-    int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
+    int32_t dtype, layer_count, hidden_size, intermediate_size, turned_dim, vocab_size;
     int32_t page_tokens, batch_invariant, norm_kind, rotary_count, latent_dim;
     int32_t kv_format, temperature_interval, temperature_first;  // kv_format is a KvFormat
     float norm_eps, embedding_scale, logit_scale, logit_cap, temperature_scale;  // a logit_cap of 0 is none
-    const float* frequencies;  // [rotaries][D / 2], radians per token, for D rotated numbers
-    const float* magnitudes;   // [rotaries][D / 2], factors of cosine and sine
-    const int32_t* axes;       // [rotaries][D / 2], index of the position that rotates each pair (Step.positions), or null
+    const float* frequencies;  // [rotaries][turned_dim / 2], radians per token
+    const float* magnitudes;   // [rotaries][turned_dim / 2], factors of cosine and sine
+    const int32_t* axes;       // [rotaries][turned_dim / 2], which of Step.positions rotates each pair, or null
     const Layer* layers;
     const void* embedding;  // [vocab_count, hidden_size], or null if the head has the same numbers
     Matrix head;

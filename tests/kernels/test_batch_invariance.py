@@ -140,13 +140,16 @@ class Sequences:
         firsts = np.cumsum([0, *map(len, tables)])[:-1]
         arrays = [int32_array([int(number) for number in numbers]) for numbers in (counts, starts, firsts)]
         blocks = np.concatenate(tables).astype(np.int32)
-        layer = LayerStruct(window=self.window, sinks=None if self._sinks is None else address(self._sinks))
-        model = ModelStruct(
-            dtype=DTYPES[self.dtype],
-            layer_count=1,
+        layer = LayerStruct(
             head_count=self.heads,
             kv_head_count=self.kv_heads,
             head_dim=self.head_dim,
+            window=self.window,
+            sinks=None if self._sinks is None else address(self._sinks),
+        )
+        model = ModelStruct(
+            dtype=DTYPES[self.dtype],
+            layer_count=1,
             latent_dim=self._latent_dim,
             page_tokens=self._page_tokens,
             batch_invariant=1,

@@ -162,14 +162,16 @@ def attention_of(
     if sinks is not None:
         padded[: len(sinks)] = sinks.numpy()
     layer = LayerStruct(
-        window=window or 0, score_cap=score_cap or 0.0, sinks=None if sinks is None else address(padded)
+        head_count=queries.shape[1] // head_dim,
+        kv_head_count=kv_heads,
+        head_dim=head_dim,
+        window=window or 0,
+        score_cap=score_cap or 0.0,
+        sinks=None if sinks is None else address(padded),
     )
     model = ModelStruct(
         dtype=DTYPES[name_of(queries.dtype)],
         layer_count=1,
-        head_count=queries.shape[1] // head_dim,
-        kv_head_count=kv_heads,
-        head_dim=head_dim,
         latent_dim=latent_dim,
         page_tokens=page_tokens,
         kv_format=KV_FORMATS[kv_format],

@@ -27,7 +27,7 @@ PROMPT = list(range(5, 42))
 STEPS = 8
 FAMILIES = [
     *("llama", "llama-biased-64", "llama-padded", "qwen2", "qwen3", "gemma2"),
-    *("phi3", "phi", "glm4", "cohere2", "granite", "exaone4", "mixtral", "falcon-h1", "gemma3n"),
+    *("phi3", "phi", "glm4", "cohere2", "granite", "exaone4", "mixtral", "falcon-h1", "gemma3n", "gemma4"),
 ]
 
 # peft imports a name from transformers that causes a warning.

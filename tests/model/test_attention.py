@@ -14,9 +14,10 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model import step_tensors
-from trioserve.model.step_tensors import StepShape, StepTensors, build_step_tensors
+from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
 from trioserve.model.torch_formats import Sending
 
+HEADS = HeadShape(head_count=4, kv_head_count=2, head_dim=16)
 CONTEXTS = {"a": 60, "b": 3, "c": 41, "d": 17, "e": 58, "f": 1}
 
 
@@ -74,7 +75,7 @@ def tensors_of_decodes(positions: list[int], *, window: int | None = None, token
         block_size=4,
         hidden_size=16,
         token_kv_bytes=token_kv_bytes,
-        windows=(window,),
+        kinds=((window, HEADS),),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -85,7 +86,7 @@ def tensors_of_decodes(positions: list[int], *, window: int | None = None, token
 
 
 def table_shapes(tensors: StepTensors, window: int | None = None) -> list[tuple[int, ...]]:
-    return [tuple(group.block_table.shape) for group in tensors.attention[window].decode_groups]
+    return [tuple(group.block_table.shape) for group in tensors.attention[window, HEADS].decode_groups]
 
 
 def test_short_sequences_are_not_padded_to_a_long_ones_length() -> None:
@@ -102,12 +103,12 @@ def test_gathered_kv_bytes_of_a_group_are_bounded(monkeypatch: pytest.MonkeyPatc
 def test_only_blocks_within_the_window_are_gathered() -> None:
     tensors = tensors_of_decodes([4000, 4003, 2], window=8)
     assert table_shapes(tensors, 8) == [(3, 3)]
-    tables = tensors.attention[8].decode_groups[0].block_table.tolist()
+    tables = tensors.attention[8, HEADS].decode_groups[0].block_table.tolist()
     # Position 4003 sees 3996 to 4003, position 4000 sees 3993 to 4000; blocks hold 4, and the last one pads.
     assert tables == [[1999, 2000, 2000], [998, 999, 1000], [2000, 2000, 2000]]
 
 
 def test_block_table_is_padded_with_the_sequences_own_block() -> None:
-    (group,) = tensors_of_decodes([30, 18]).attention[None].decode_groups
+    (group,) = tensors_of_decodes([30, 18]).attention[None, HEADS].decode_groups
     assert group.block_table.tolist() == [list(range(8)), [1000, 1001, 1002, 1003, 1004, 1004, 1004, 1004]]
     assert (group.mask[1, 0, 0] == 0).tolist() == [True] * 19 + [False] * 13

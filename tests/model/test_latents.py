@@ -141,7 +141,7 @@ def test_error_of_an_unsupported_latent_attention_variant_says_what_is_wrong(fie
 
 def test_layers_with_different_kv_entries_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     latent, other = (open_checkpoint(tiny_checkpoint(kind)).config for kind in ("deepseek-v3", "llama"))
-    with pytest.raises(ModelLoadError, match="differs from layer to layer"):
+    with pytest.raises(ModelLoadError, match="latent attention differs from layer to layer"):
         msgspec.structs.replace(latent, layers=(latent.layers[0], other.layers[0]))
 
 

@@ -33,7 +33,8 @@ GOOD: dict[str, Any] = {
 
 def test_consistent_model_dimensions_are_accepted() -> None:
     config = ModelConfig(**GOOD)
-    assert (config.layer_count, config.windows, config.rotaries) == (3, (None, 8), (ATTENTION["rotary"],))
+    assert (config.layer_count, config.windows) == (3, (None, 8))
+    assert config.rotaries == ((ATTENTION["rotary"], ATTENTION["head_dim"]),)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +77,13 @@ def test_impossible_heads_are_refused_by_field(name: str, value: object, said: s
         AttentionConfig(**{**ATTENTION, name: value})
 
 
-def test_heads_that_differ_between_layers_are_refused() -> None:
-    other = LayerConfig(**{**LAYER, "attention": AttentionConfig(**{**ATTENTION, "kv_head_count": 4})})
-    with pytest.raises(ModelLoadError, match="differs from layer to layer"):
-        ModelConfig(**{**GOOD, "layers": (WINDOWED, other)})
+def test_layers_may_differ_in_their_heads_but_not_if_they_share_keys() -> None:
+    wide = LayerConfig(**{**LAYER, "attention": AttentionConfig(**{**ATTENTION, "kv_head_count": 4})})
+    config = ModelConfig(**{**GOOD, "layers": (WINDOWED, wide)})
+    assert ([entry and entry.size for entry in config.kv_entries], config.common_kv_entry) == ([64, 128], None)
+    shared = LayerConfig(**{**LAYER, "attention": AttentionConfig(**{**ATTENTION, "kv_from": 0})})
+    with pytest.raises(ModelLoadError, match="shares the keys and values of layer 0, which has none of its kind"):
+        ModelConfig(**{**GOOD, "layers": (wide, shared)})
 
 
 def test_an_mlp_without_numbers_is_refused() -> None:

@@ -48,6 +48,7 @@ KINDS = (
     "gemma2",
     "gemma3",
     "gemma3n",
+    "gemma4",
     "olmo2",
     "cohere2",
     "gpt-neox",

@@ -45,6 +45,9 @@ KINDS = (
     "gemma3",
     "gemma3n",
     "gemma3n-biased",
+    "gemma4",
+    "gemma4-inputs",
+    "gemma4-unified",
     "phi3",
     "phi3-part",
     "phi3-longrope",
@@ -317,7 +320,7 @@ def test_rotary_scaling_of_real_sizes_equals_transformers(
     layer = msgspec.structs.replace(tiny.layers[0], attention=attention)
     config = msgspec.structs.replace(tiny, layers=(layer,), context_tokens_max=8_192)
     positions = torch.tensor([0, 1, 100, 5_000])
-    cos, sin = RotaryAngles(rotary, config, dtype=torch.float32, device=torch.device("cpu")).cos_sin(positions)
+    cos, sin = RotaryAngles(rotary, 128, config, dtype=torch.float32, device=torch.device("cpu")).cos_sin(positions)
     angles = positions[:, None].double() * frequencies.double()
     # The last bit of a float32 frequency, times 5,000 tokens, changes an angle by 3e-4.
     torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float().repeat(1, 2), atol=1e-3, rtol=0)

@@ -22,9 +22,9 @@ def test_rotary_table_equals_computed_angles(
     """The positions of a step are in any order, some are repeated, and the first and the last position are included."""
     config = msgspec.structs.replace(open_checkpoint(tiny_checkpoint(kind)).config, context_tokens_max=3_001)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    looked_up = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
+    looked_up = RotaryAngles(config.heads.rotary, config.heads.head_dim, config, dtype=dtype, device=device)
     monkeypatch.setattr(layers, "ANGLE_TABLE_BYTES_MAX", 2 * 3_001 * config.heads.head_dim * dtype.itemsize - 1)
-    computed = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
+    computed = RotaryAngles(config.heads.rotary, config.heads.head_dim, config, dtype=dtype, device=device)
     # One object has a table that ends with the longest context. The other object has no table.
     if device.type == "cpu":
         with pytest.raises(IndexError):

@@ -107,6 +107,8 @@ def conversation(driver: Any) -> dict[str, list[int]]:
         "qwen2-sliding",
         "qwen3",
         "gemma3n",
+        "gemma4",
+        "gemma4-inputs",
         "qwen2-moe",
         "gpt-oss",
         "glm4-moe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
@@ -206,3 +207,17 @@ async def test_blocks_of_a_sharing_model_are_offloaded_and_loaded(tiny_checkpoin
         stats = engine.stats()
     assert answers[0] == answers[2]
     assert stats.loaded_tokens_total >= 32
+
+
+def test_published_fields_of_gemma_4_give_the_heads_of_layers_with_full_attention(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """transformers 5.24 writes per_layer_config. Published configs have global_head_dim."""
+    written = json.loads((tiny_checkpoint("gemma4") / "config.json").read_text())
+    published = {name: value for name, value in written.items() if name != "per_layer_config"}
+    published |= {"global_head_dim": 64, "num_global_key_value_heads": 1}
+    config = model_config_from(published, {}, dtype_name="float32")
+    assert config == model_config_from(written, {}, dtype_name="float32")
+    assert [entry and (entry.head_count, entry.head_dim) for entry in config.kv_entries] == [(2, 32), (1, 64)] * 3
+    separate = model_config_from({**published, "attention_k_eq_v": False}, {}, dtype_name="float32")
+    assert [entry and (entry.head_count, entry.head_dim) for entry in separate.kv_entries] == [(2, 32), (2, 64)] * 3

@@ -213,6 +213,56 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0, 0.9, 0.0],
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 64,
+            "attention_k_eq_v": True,
+            "sliding_window": 8,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4-inputs": (
+        "gemma4_text",
+        {
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "sliding_window": 8,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
+    "gemma4-unified": (
+        "gemma4_unified_text",
+        {
+            "head_dim": 64,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "sliding_window": 8,
+            "layer_types": _MIXED,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+                "sliding_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 10_000.0,
+                    "partial_rotary_factor": 0.5,
+                    "factor": 2.0,
+                },
+            },
+        },
+    ),
     "gemma3n-biased": (
         "gemma3n_text",
         {
@@ -1058,6 +1108,8 @@ def write_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(0.9, 0.1, generator=generator)
     if dtype != "float32":
         model.to(getattr(torch, dtype))
     model.generation_config = transformers.GenerationConfig(

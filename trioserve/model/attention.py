@@ -17,7 +17,7 @@ from torch import Tensor
 from trioserve.model.layer_config import LatentAttentionConfig
 from trioserve.model.layers import Angles, Linear, MakeLinear, Norm
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.step_tensors import AttentionTensors, ChunkTables, StepTensors, TableWalk
+from trioserve.model.step_tensors import AttentionTensors, ChunkTables, HeadShape, StepTensors, TableWalk
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 from trioserve_kernels.kv_format import decode, encode, head_dim_of, is_coded
@@ -212,7 +212,7 @@ class LatentAttention:
         device: torch.device,
     ) -> None:
         self._kernels = kernels
-        self._config = attention
+        self._config, self._heads = attention, HeadShape.of(attention)
         self._name = name
         hidden, rank = config.hidden_size, attention.query_rank
         norm = functools.partial(
@@ -265,7 +265,7 @@ class LatentAttention:
             queries,
             entries,
             pages,
-            step.attention[attention.window],
+            step.attention[attention.window, self._heads],
             attention.score_cap,
             latent_dim=attention.latent_dim,
         )

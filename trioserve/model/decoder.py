@@ -37,7 +37,7 @@ from trioserve.model.mlp import Experts, Mlp, Xielu
 from trioserve.model.model_config import LayerPart, ModelConfig
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
 from trioserve.model.recurrent_layers import DeltaNet, SelectiveScan, ShortConv, StateSpace
-from trioserve.model.step_tensors import StepTensors
+from trioserve.model.step_tensors import HeadShape, StepTensors
 from trioserve.model.streams import LayerStreams, Streams
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
@@ -85,6 +85,7 @@ class _Attention:
     ) -> None:
         self._kernels = kernels
         self._config, self._norm_eps = attention, config.norm_eps
+        self._kind = attention.window, HeadShape.of(attention)
         hidden, keys, queries = config.hidden_size, attention.key_size, attention.query_size
         own = {"k_proj": keys, "v_proj": keys} if attention.kv_from is None else {}
         self._qkv = linear(hidden, attention.has_bias, q_proj=queries, **own)
@@ -150,7 +151,7 @@ class _Attention:
             queries.mul_(temperature_factors(step.positions, attention.temperature)[:, None])
         if step.cleared_slots is not None and shared is None:
             kernels.clear_slots_(slots_of_layer, step.cleared_slots)
-        tensors = step.sections[attention.section] if attention.section else step.attention[attention.window]
+        tensors = step.sections[attention.section] if attention.section else step.attention[self._kind]
         sinks = None if self._sinks is None else self._sinks.values
         rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks, slopes=self._slopes)
         if self._gate is not None:
@@ -184,7 +185,7 @@ class _Layer:
         # Indexes of the layers whose keys and values are also used by other layers.
         self._shared = {source for place, source in enumerate(config.kv_layers) if place != source}
         attention, mlp = layer.attention, layer.mlp
-        self.rotary = attention.rotary if isinstance(attention, KVAttention) else None
+        self.rotary = (attention.rotary, attention.turned_dim) if isinstance(attention, KVAttention) else None
         hidden = config.hidden_size
         name = f"layers.{index}"
 
@@ -244,6 +245,9 @@ class _Layer:
                 has_gate=mlp.has_gate,
                 cutoff=mlp.cutoff,
             )
+        self.scale: Tensor | None = None
+        if layer.has_scale:
+            self.scale = torch.empty(1, dtype=dtype, device=device)
         self._laurel: _Laurel | None = None
         if laurel_norm := norm("laurel_norm", layer.laurel_rank > 0):
             self._laurel = _Laurel(linear, laurel_norm, hidden, layer.laurel_rank)
@@ -290,6 +294,8 @@ class _Layer:
         ):
             if part is not None:
                 yield from part.slots()
+        if self.scale is not None:
+            yield TensorSlot(f"layers.{self._index}.layer.scale", (1,), self.scale.dtype, self.scale.copy_)
 
     def __call__(
         self,
@@ -459,7 +465,7 @@ class Decoder:
                 kernels=kernels,
             )
         self._rotaries = {
-            rotary: RotaryAngles(rotary, config, dtype=dtype, device=device) for rotary in config.rotaries
+            turned: RotaryAngles(*turned, config, dtype=dtype, device=device) for turned in config.rotaries
         }
 
     @property
@@ -540,10 +546,14 @@ class Decoder:
                 tapped[index] = hidden.clone() if product is None else hidden + product
             pages = storage.pages[kv_layer]
             slots_of_layer = pages.flatten(0, 1).flatten(1)
-            layer_angles = angles.get(layer.rotary)
+            layer_angles = None if layer.rotary is None else angles[layer.rotary]
             product = layer(hidden, product, step, layer_angles, pages, slots_of_layer, memory, keys_values, sums)
             if streams is not None and layer.streams is not None:
                 layer.streams.correct(streams, hidden.add_(product))
+                product = None
+            if layer.scale is not None:
+                _added(hidden, product, None).mul_(layer.scale)
+                product = None
         if self._streams is not None and streams is not None:
             result = self._streams.combine(streams)
         else:

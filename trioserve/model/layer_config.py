@@ -237,6 +237,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
             without weights. "row": all heads of a row are normalized together. If the model's norms have biases, only
             "head" has biases.
         has_value_norm: values of each head are normalized without weights.
+        has_values_of_keys: the projection to values has the weights of the projection to keys.
         kv_from: index of an earlier layer whose keys and values this layer attends to. The layer then has only queries.
             None: the layer has its own keys and values.
         has_gate: the output of the heads is multiplied by the sigmoid of a projection of the same size.
@@ -258,6 +259,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     has_output_bias: bool = False
     qk_norm: QkNorm = "none"
     has_value_norm: bool = False
+    has_values_of_keys: bool = False
     kv_from: int | None = None
     has_gate: bool = False
     slopes: tuple[float, ...] | None = None
@@ -773,6 +775,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         laurel_rank: rank of two matrices of an additional path, parallel to attention (LAuReL, arXiv 2411.07501). The
             input of attention, and the norm of its product with both matrices, are added to the result of attention.
             The sum is divided by sqrt(2). 0: there is no such path.
+        has_scale: after the layer, the hidden state is multiplied by a number that the checkpoint contains.
     """
 
     attention: KVAttention | Recurrent | None
@@ -784,6 +787,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     beside: StateSpaceConfig | None = None
     laurel_rank: int = 0
+    has_scale: bool = False
 
     def __post_init__(self) -> None:
         check_positive("residual_multiplier", self.residual_scale)
@@ -793,6 +797,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
             assert not self.has_output_norms, "an output norm of attention would have no input"
         assert self.has_input_norms or not self.has_own_mlp_norm, "the MLP's own norm is an input norm"
         assert self.is_parallel or not self.has_own_mlp_norm, "without is_parallel, an MLP always has its own norm"
+        assert not self.has_scale or (self.mlp is not None and self.has_output_norms), "the scale follows a norm"
         if self.laurel_rank:
             check_count("laurel_rank", self.laurel_rank, DIMENSION_MAX)
             assert self.has_input_norms, "laurel adds the normed input of attention"

@@ -444,15 +444,21 @@ class RotaryAngles:
 
     Args:
         rotary: rotary config of some layers. None: angles are 0.
-        config: model, for its head size and its longest context.
+        head_dim: rotated numbers of a head, see turned_dim.
+        config: model, for its longest context.
         dtype: number format of the results.
         device: device of the table.
     """
 
     def __init__(
-        self, rotary: RotaryConfig | None, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+        self,
+        rotary: RotaryConfig | None,
+        head_dim: int,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        head_dim = config.kv_attention.turned_dim
         plain, magnitudes = (torch.from_numpy(part) for part in rotary_frequencies(rotary, head_dim))
         self._dtype = dtype
         # The angles of both halves of a head are equal. The sine is negated for the first half, see the kernels'

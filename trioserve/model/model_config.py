@@ -60,7 +60,10 @@ class RowFactors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Hidden state of several streams, of which each layer computes one (AltUp, arXiv 2301.13310).
+    """Inputs of layers, and a hidden state of several streams, of which a layer computes one (AltUp, arXiv 2301.13310).
+
+    Each layer has its own embedding of every token, its input. The input is gated by the active stream, and added to
+    all streams except the first. With only one stream, it is added to this stream, and nothing else applies.
 
     The first stream is a token's embedding. The other streams are products of the embedding with matrices, scaled to
     its magnitude. Before a layer, each stream is predicted as a mixture of all streams. The weights of the mixture
@@ -69,22 +72,21 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
     streams, scaled to the first stream's magnitude.
 
     Attributes:
-        count: number of streams.
+        count: number of streams. 1: the hidden state is one vector.
         active: index of the stream that layers compute.
         has_scale: the corrected active stream is multiplied by weights before it gates the layer's inputs.
-        input_size: size of a layer's own embedding of a token. Each layer has its own embedding table. The embedding is
-            gated by the active stream, and added to all streams except the first.
+        input_size: size of a layer's input. Each layer has its own embedding table.
         input_vocab_size: number of tokens in each layer's table. All other tokens use the row of token 0.
     """
 
     count: int
-    active: int
-    has_scale: bool
+    active: int = 0
+    has_scale: bool = False
     input_size: int
     input_vocab_size: int
 
     def __post_init__(self) -> None:
-        check_count("altup_num_inputs", self.count, STREAMS_MAX, 2)
+        check_count("altup_num_inputs", self.count, STREAMS_MAX)
         if not 0 <= self.active < self.count:
             raise ModelLoadError(
                 f"altup_active_idx is {self.active}, but there are {self.count} streams: the checkpoint's config is "
@@ -163,7 +165,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         dtype_name: number format of the checkpoint. For a quantized checkpoint, it is the format of the embeddings. For
             a GGUF file, it is "bfloat16".
         row_factors: factors that tensors are multiplied with when they are read.
-        streams: streams of the hidden state. None: the hidden state is one vector.
+        streams: streams of the hidden state, and inputs of layers. None: the hidden state is one vector, and no layer
+            has an input.
         part: shard of the model that one rank has. None: the config describes the whole model.
         stage: layers that one stage has. None: the config describes all layers.
 
@@ -205,11 +208,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_positive("the logits' scale", self.logit_scale)
         if self.logit_cap is not None:
             check_positive("final_logit_softcapping", self.logit_cap)
-        if len({(attention.kv_entry, attention.head_count) for attention in self._attentions}) > 1:
-            raise ModelLoadError(
-                "the size of a token's KV cache entry, or the number of heads, differs from layer to layer, which is "
-                "not supported"
-            )
+        heads = {(attention.kv_entry, attention.head_count) for attention in self.attentions}
+        assert len(heads) <= 1 or not self.sections, "layers with sections have equal heads"
+        if len(heads) > 1 and any(isinstance(attention, LatentAttentionConfig) for attention in self.attentions):
+            raise ModelLoadError("latent attention differs from layer to layer, which is not supported")
         for index, layer in enumerate(self.layers):
             _check_kv_from(index, layer, self.layers)
             if self.streams is not None:
@@ -227,7 +229,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
-    def _attentions(self) -> tuple[AttentionConfig | LatentAttentionConfig, ...]:
+    def attentions(self) -> tuple[AttentionConfig | LatentAttentionConfig, ...]:
         """Attention of each layer that has attention. Layers with a replacement of attention are omitted."""
         return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, KVAttention))
 
@@ -275,25 +277,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_attention(self) -> bool:
         """True if the KV cache contains an entry for each token."""
-        return bool(self._attentions)
+        return bool(self.attentions)
 
     @property
     def heads(self) -> AttentionConfig:
-        """Attention of the first layer that has attention. Heads have the same shape in all layers.
-
-        The model must have attention without latents.
-        """
+        """Attention of the first layer that has attention. The model must have attention without latents."""
         attention = self.kv_attention
         assert isinstance(attention, AttentionConfig), "heads of a model with latent attention"
         return attention
 
     @property
     def kv_attention(self) -> AttentionConfig | LatentAttentionConfig:
-        """Attention of the first layer that has attention. KV entries have the same shape in all layers.
+        """Attention of the first layer that has attention. The model must have attention."""
+        return self.attentions[0]
 
-        The model must have attention.
-        """
-        return self._attentions[0]
+    @property
+    def common_kv_entry(self) -> KVEntry | None:
+        """Shape of a token's KV cache entry in all layers with entries. None: there are none, or they differ."""
+        found = {entry for entry in self.kv_entries if entry is not None}
+        return found.pop() if len(found) == 1 else None
 
     @property
     def kv_entries(self) -> tuple[KVEntry | None, ...]:
@@ -331,7 +333,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Distinct windows, in the order of the layers."""
-        return tuple(dict.fromkeys(attention.window for attention in self._attentions))
+        return tuple(dict.fromkeys(attention.window for attention in self.attentions))
 
     @property
     def window_max(self) -> int | None:
@@ -342,30 +344,36 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sections(self) -> tuple[int, ...]:
         """Distinct sections, in the order of the layers."""
-        return tuple(dict.fromkeys(heads.section for heads in self._attentions if heads.section is not None))
+        return tuple(dict.fromkeys(heads.section for heads in self.attentions if heads.section is not None))
 
     @property
     def temperatures(self) -> tuple[Temperature, ...]:
         """Distinct temperatures, in the order of the layers."""
-        return tuple(dict.fromkeys(heads.temperature for heads in self._attentions if heads.temperature is not None))
+        return tuple(dict.fromkeys(heads.temperature for heads in self.attentions if heads.temperature is not None))
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig | None, ...]:
-        """Distinct rotary configs, in the order of the layers."""
-        return tuple(dict.fromkeys(attention.rotary for attention in self._attentions))
+    def rotaries(self) -> tuple[tuple[RotaryConfig | None, int], ...]:
+        """Distinct rotary configs with the sizes of their heads (turned_dim), in the order of the layers."""
+        return tuple(dict.fromkeys((attention.rotary, attention.turned_dim) for attention in self.attentions))
 
 
 def _check_kv_from(index: int, layer: LayerConfig, layers: tuple[LayerConfig, ...]) -> None:
     """Check that a layer can use the keys and values of the layer that its kv_from contains.
 
     Raises:
-        ModelLoadError: the other layer is not an earlier layer, has no keys and values, or has a different window.
+        ModelLoadError: the other layer is not an earlier layer, has no keys and values, or has a different window or
+            different heads.
     """
     attention = layer.attention
     if not isinstance(attention, AttentionConfig) or attention.kv_from is None:
         return
     other = layers[attention.kv_from].attention if 0 <= attention.kv_from < index else None
-    if not isinstance(other, AttentionConfig) or other.kv_from is not None or other.window != attention.window:
+    if (
+        not isinstance(other, AttentionConfig)
+        or other.kv_from is not None
+        or other.window != attention.window
+        or (other.kv_entry, other.head_count) != (attention.kv_entry, attention.head_count)
+    ):
         raise ModelLoadError(
             f"layer {index} shares the keys and values of layer {attention.kv_from}, which has none of its kind: "
             "the checkpoint's config is damaged"

@@ -73,6 +73,7 @@ class NativeLayer:
         self.sinks: Float32Array | None = None
         self.activation_weights: Float32Array | None = None
         self.value_norm: Float32Array | None = None
+        self.scale = empty_float32(1) if layer.has_scale else None
         self.attention_gate_bias: Float32Array | None = None
         self._attention_gate: MatrixStruct | None = None
         self._laurel = NativeLaurel(layer.laurel_rank, hidden) if layer.laurel_rank else None
@@ -132,12 +133,14 @@ class NativeLayer:
         if attention.has_sinks:
             self.sinks = padded_zeros(attention.head_count)
 
-    def struct(self, name: str, weights: PackedWeights, rotaries: Sequence[RotaryConfig | None]) -> LayerStruct:
+    def struct(
+        self, name: str, weights: PackedWeights, rotaries: Sequence[tuple[RotaryConfig | None, int]]
+    ) -> LayerStruct:
         """Return the layer's description for the kernels. It contains addresses of arrays that this object owns.
 
         Args:
             name: name of the layer, such as layers.0.
-            rotaries: distinct rotary configs of the model.
+            rotaries: distinct rotary configs of the model, see ModelConfig.
         """
         attention, mlp = self._layer.attention, self._layer.mlp
         own: tuple[str, ...] = ("qkv", "output") if isinstance(attention, KVAttention) else ()
@@ -164,7 +167,10 @@ class NativeLayer:
                 "window": attention.window or 0,
                 "section": attention.section or 0,
                 "has_temperature": attention.temperature is not None,
-                "rotary": rotaries.index(attention.rotary),
+                "rotary": rotaries.index((attention.rotary, attention.turned_dim)),
+                "head_count": attention.head_count,
+                "kv_head_count": attention.kv_entry.head_count,
+                "head_dim": attention.kv_entry.head_dim,
                 "query_factor": attention.query_factor,
                 "score_cap": attention.score_cap or 0.0,
             }
@@ -294,6 +300,8 @@ class NativeLayer:
         if self.activation_weights is not None:
             for index, number in enumerate(XIELU_NUMBERS):
                 yield float32_slot(f"{name}.xielu.{number}", self.activation_weights[index : index + 1])
+        if self.scale is not None:
+            yield float32_slot(f"{name}.layer.scale", self.scale)
         if self.sinks is not None:
             assert isinstance(attention, AttentionConfig), "only AttentionConfig has sinks"
             sinks = self.sinks[: attention.head_count]

@@ -29,7 +29,6 @@ from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import (
     AttentionConfig,
     KVAttention,
-    KVEntry,
     LatentAttentionConfig,
     Temperature,
 )
@@ -81,6 +80,9 @@ from trioserve_kernels.structs import (
 
 __all__ = ["NativeModel", "why_not_native"]
 
+# Inputs of a product are padded to multiples of this number. Layers with heads of different sizes share buffers of
+# queries and results without padding.
+DEPTH_UNIT = 32
 # Size of a large page. Allocating a page takes 0.2 ms, or 6 ms if a virtual machine must request it from its host.
 CLAIMED_BYTES = 1 << 21
 
@@ -110,9 +112,12 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     for name, size in sizes:
         if size % BLOCK_OUTPUTS:
             return f"{name} is {size}, which is no multiple of {BLOCK_OUTPUTS}"
-    turned_dim = config.kv_attention.turned_dim if config.has_attention else 0
+    turned_dim = max((attention.turned_dim for attention in config.attentions), default=0)
     if turned_dim > HEAD_DIM_MAX:
         return f"head_dim is {turned_dim}, above {HEAD_DIM_MAX}"
+    head_dims = {attention.head_dim for attention in config.attentions if isinstance(attention, AttentionConfig)}
+    if len(head_dims) > 1 and any(size % DEPTH_UNIT for size in head_dims):
+        return f"head_dim differs from layer to layer, and is no multiple of {DEPTH_UNIT}"
     return None
 
 
@@ -207,14 +212,18 @@ class NativeModel:
         if config.has_embedding and not config.tie_word_embeddings:
             self._embedding = empty_array((config.vocab_count, config.hidden_size), dtype)
         attention, rotaries = (config.kv_attention if config.has_attention else None), config.rotaries
-        entry = KVEntry(part_count=2, head_count=1, head_dim=0) if attention is None else attention.kv_entry
-        turned_dim = 0 if attention is None else attention.turned_dim
-        tables = [rotary_frequencies(rotary, turned_dim) for rotary in rotaries or (None,)]
+        turned_dim = max((dim for _, dim in rotaries), default=0)
+        # Each table has the size of the largest heads. Kernels read only the pairs of a layer's own heads.
+        tables = [
+            [np.pad(part, (0, (turned_dim - dim) // 2)) for part in rotary_frequencies(rotary, dim)]
+            for rotary, dim in rotaries or ((None, turned_dim),)
+        ]
         temperature = (*config.temperatures, Temperature(scale=0.0, interval=1))[0]
         self._frequencies, self._magnitudes = (np.concatenate(part) for part in zip(*tables, strict=True))
         self._axes: npt.NDArray[np.int32] | None = None
-        if any(rotary is not None and rotary.axes is not None for rotary in rotaries):
-            axes = [(rotary.axes if rotary is not None else None) or (0,) * (turned_dim // 2) for rotary in rotaries]
+        found = [(rotary.axes if rotary is not None else None) or () for rotary, _ in rotaries]
+        if any(found):
+            axes = [own + (0,) * (turned_dim // 2 - len(own)) for own in found]
             self._axes = np.array(axes, dtype=np.int32)
         self._layer_structs = (LayerStruct * config.layer_count)(
             *(layer.struct(f"layers.{index}", self._weights, rotaries) for index, layer in enumerate(self._layers))
@@ -226,9 +235,7 @@ class NativeModel:
             intermediate_size=max(
                 (size for layer in config.layers for size in intermediate_sizes(layer.mlp)), default=0
             ),
-            head_count=0 if attention is None else attention.head_count,
-            kv_head_count=entry.head_count,
-            head_dim=entry.head_dim,
+            turned_dim=turned_dim,
             latent_dim=attention.latent_dim if isinstance(attention, LatentAttentionConfig) else 0,
             vocab_size=config.vocab_size,
             vocab_first=0 if part is None else part.vocab_first,

@@ -237,14 +237,15 @@ class NativeLayerStreams:
 
     def __init__(self, streams: StreamsConfig, hidden: int) -> None:
         self._has_scale = streams.has_scale
-        self._places = {
-            "stream_router_norm.weight": empty_float32(hidden),
-            "stream_router.weight": empty_float32(streams.count, hidden),
-            "stream_prediction.weight": empty_float32(streams.count**2, streams.count),
-            "stream_correction.weight": empty_float32(streams.count, streams.count),
-            "input_norm.weight": empty_float32(hidden),
-            "streams.scale": empty_float32(hidden),
-        }
+        self._places = {"input_norm.weight": empty_float32(hidden)}
+        if streams.count > 1:
+            self._places |= {
+                "stream_router_norm.weight": empty_float32(hidden),
+                "stream_router.weight": empty_float32(streams.count, hidden),
+                "stream_prediction.weight": empty_float32(streams.count**2, streams.count),
+                "stream_correction.weight": empty_float32(streams.count, streams.count),
+                "streams.scale": empty_float32(hidden),
+            }
 
     def struct(self, name: str, weights: PackedWeights) -> LayerStreamsStruct:
         """Return the kernels' description. It has addresses of arrays that this object owns.
@@ -257,10 +258,10 @@ class NativeLayerStreams:
         return LayerStreamsStruct(
             input_gate=weights.matrix(f"{name}.input_gate"),
             input_projection=weights.matrix(f"{name}.input_proj"),
-            router_norm=found["stream_router_norm.weight"],
-            router=found["stream_router.weight"],
-            prediction=found["stream_prediction.weight"],
-            correction=found["stream_correction.weight"],
+            router_norm=found.get("stream_router_norm.weight"),
+            router=found.get("stream_router.weight"),
+            prediction=found.get("stream_prediction.weight"),
+            correction=found.get("stream_correction.weight"),
             scale=found["streams.scale"] if self._has_scale else None,
             input_norm=found["input_norm.weight"],
         )

@@ -272,13 +272,14 @@ class ModelRunner:
         return make_kv_pages(self.kv_layout(model_name), self.storage, self.device)
 
     def kv_layout(self, model_name: str) -> KVLayout:
-        """Return the layout of kv_pages, which contains only layers with KV entries.
+        """Return the layout of kv_pages, which contains only layers with KV entries. Their entries must have one shape.
 
         Args:
             model_name: see kv_pages.
         """
         like = f"{model_name} batch-invariant, {self.arithmetic}, trioserve {VERSION}"
-        entry = self.config.kv_attention.kv_entry
+        entry = self.config.common_kv_entry
+        assert entry is not None, "the KV entries of all layers have one shape"
         return KVLayout(
             model=like if self._batch_invariant else model_name,
             layer_count=sum(entry is not None for entry in self.config.kv_entries),

@@ -30,18 +30,19 @@ from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.static_inputs import InputTensors, StaticInputs, StaticRows, StepSize
 from trioserve.model.step_tensors import (
+    AttentionKind,
     AttentionTensors,
     ChunkTables,
     DecodeTables,
-    HeadShape,
     StateRows,
     StateSteps,
     StepTensors,
     TableWalk,
+    attention_kinds,
 )
 from trioserve.model.torch_adapters import AdapterColumns
 from trioserve.model.torch_formats import ALIGNMENT_BYTES
-from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens
+from trioserve_kernels.paged import chunk_tile_tokens
 
 __all__ = [
     "RECORD_SECONDS_MAX",
@@ -168,15 +169,17 @@ class StaticDecode:
         if config.window_max is None:
             context_tokens_max = min(context_tokens_max, storage.block_count * storage.block_size)
         self._context_tokens_max = context_tokens_max
-        heads = HeadShape.of(config.kv_attention) if config.has_attention else None
+        kinds = attention_kinds(config)
         decodes_max = min(rows_max, ROWS_MAX)
-        tile_tokens = 1 if heads is None else chunk_tile_tokens(heads.head_count // heads.kv_head_count)
+        tile_tokens = {chunk_tile_tokens(heads.head_count // heads.kv_head_count) for _, heads in kinds} or {1}
+        # The inputs of a recorded step have one list of tiles, so all layers must have tiles of one size.
+        has_prompts = states is None and not config.sections and len(tile_tokens) == 1
         self.sizes = [StepSize(rows, rows) for rows in row_sizes(decodes_max)]
         # If the tables of chunks began at another place, Triton would compile the kernels once more.
         decode_tables = decodes_max + -decodes_max % (ALIGNMENT_BYTES // 4)
         self.sizes += [
-            StepSize(rows, min(rows, decode_tables), PROMPT_CHUNKS_MAX, tile_tokens)
-            for rows in prompt_row_sizes(prompt_rows_max if states is None and not config.sections else 0)
+            StepSize(rows, min(rows, decode_tables), PROMPT_CHUNKS_MAX, min(tile_tokens))
+            for rows in prompt_row_sizes(prompt_rows_max if has_prompts else 0)
         ]
         if adapters is not None:
             few = adapter_row_sizes(decodes_max)
@@ -190,11 +193,12 @@ class StaticDecode:
             spare_state=0 if states is None else states.slot_count - 1,
             device=model.device,
         )
-        self._work: DecodeWork | None = None
-        if heads is not None:
-            # A section is part of the context, so it needs no more parts.
-            self._work = heads.work(decode_tables, self._context_tokens_max, config.windows, model.device)
-        self._steps = {size: self._step(size, config.windows, self._work) for size in self.sizes}
+        # A section is part of the context, so it needs no more parts.
+        self._work = {
+            heads: heads.work(decode_tables, self._context_tokens_max, config.windows, model.device)
+            for heads in dict.fromkeys(heads for _, heads in kinds)
+        }
+        self._steps = {size: self._step(size, kinds) for size in self.sizes}
         hidden_rows = max(size.rows for size in self.sizes)
         self._hidden = torch.empty(hidden_rows, config.hidden_size, dtype=model.dtype, device=model.device)
 
@@ -319,8 +323,7 @@ class StaticDecode:
 
     def _sections(self, inputs: InputTensors) -> dict[int, AttentionTensors]:
         """Compute the tables of decodes whose attention begins with a section of the context, on the device."""
-        work = self._work
-        assert work is not None, "only attention has sections"
+        (work,) = self._work.values()  # In a model with sections, all layers have equal heads.
         block_size, width_max = self._storage.block_size, inputs.block_tables.shape[1]
         found = {}
         for section in self._model.config.sections:
@@ -334,12 +337,14 @@ class StaticDecode:
             found[section] = AttentionTensors((), (), walk)
         return found
 
-    def _step(self, size: StepSize, windows: Sequence[int | None], work: DecodeWork | None) -> StepTensors:
+    def _step(self, size: StepSize, kinds: Sequence[AttentionKind]) -> StepTensors:
         inputs, count = self._inputs.tensors[size], size.decodes
         tables, contexts = inputs.block_tables, inputs.contexts
-        decodes = chunks = None
-        if work is not None:
-            decodes = DecodeTables(tables[:count], contexts[:count], self._context_tokens_max, work)
+        decodes = {
+            heads: DecodeTables(tables[:count], contexts[:count], self._context_tokens_max, work)
+            for heads, work in self._work.items()
+        }
+        chunks = None
         if size.chunks:
             chunks = ChunkTables(tables[count:], contexts[count:], inputs.row_starts, inputs.tiles)
         states = None
@@ -352,8 +357,10 @@ class StaticDecode:
             slots=inputs.slots,
             cleared_slots=None,
             attention={
-                window: AttentionTensors((), (), TableWalk(window, decodes, chunks, is_padded=chunks is not None))
-                for window in windows
+                (window, heads): AttentionTensors(
+                    (), (), TableWalk(window, decodes[heads], chunks, is_padded=chunks is not None)
+                )
+                for window, heads in kinds
             },
             first_rows=(),
             states=states,

@@ -7,8 +7,8 @@ tokens. Tokens of a chunk are consecutive rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk, StateSpan
 from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.step_rows import given_rows, rotary_positions
 from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import Sending
@@ -25,6 +26,7 @@ from trioserve_kernels.paged import DECODE_PARTS_MAX, DecodeWork, chunk_tile_tok
 from trioserve_kernels.reference import decode_mask, prompt_mask
 
 __all__ = [
+    "AttentionKind",
     "AttentionTensors",
     "ChunkTables",
     "PackedChunks",
@@ -37,6 +39,7 @@ __all__ = [
     "StateSteps",
     "StepTensors",
     "TableWalk",
+    "attention_kinds",
     "build_step_tensors",
 ]
 
@@ -58,7 +61,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Heads of a model's attention.
+    """Heads of attention in some layers.
 
     Attributes:
         latent_dim: size of a value, if the KV cache has latents. Else, a value has head_dim numbers.
@@ -88,30 +91,42 @@ class HeadShape:
         return DecodeWork.make(rows, self.head_count, parts, self.latent_dim or self.head_dim, device)
 
 
+AttentionKind = tuple[int | None, HeadShape]
+"""Window of some layers, and their heads."""
+
+
+def attention_kinds(config: ModelConfig) -> tuple[AttentionKind, ...]:
+    """Return the distinct kinds of attention, in the order of the layers.
+
+    Args:
+        config: model.
+    """
+    return tuple(dict.fromkeys((attention.window, HeadShape.of(attention)) for attention in config.attentions))
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """Properties of the model and its kernels on which a step's tensors depend.
 
     Attributes:
-        token_kv_bytes: bytes of one token's KV in one layer.
-        windows: distinct attention windows of the model's layers.
+        token_kv_bytes: bytes of one token's KV in one layer, the most of all layers.
+        kinds: distinct kinds of attention in the model's layers.
         sections: distinct attention sections of the model's layers, in tokens. Each is a multiple of block_size, or as
-            long as the context.
-        walked_heads: head counts of the model if its kernels read block tables themselves. These kernels need no masks
-            and no groups.
-        flash: flash attention for long prompt chunks, beside kernels that read block tables. None: these kernels
-            compute all chunks.
+            long as the context. In a model with sections, all layers have equal heads.
+        walks: the kernels read block tables themselves. They need no masks and no groups.
+        flash: flash attention for long prompt chunks by heads, beside kernels that read block tables. These kernels
+            compute all other chunks.
     """
 
     block_size: int
     hidden_size: int
     token_kv_bytes: int
-    windows: tuple[int | None, ...]
+    kinds: tuple[AttentionKind, ...]
     dtype: torch.dtype
     device: torch.device
     sections: tuple[int, ...] = ()
-    walked_heads: HeadShape | None = None
-    flash: FlashPrompts | None = None
+    walks: bool = False
+    flash: Mapping[HeadShape, FlashPrompts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +329,7 @@ class StepTensors:
         slots: int64 [T], block * block_size + offset of each token in the KV cache.
         cleared_slots: int64 [n], unused slots of every block that this step begins and does not fill. None if no such
             slots exist, or if the kernels never read unused slots.
-        attention: attention tensors by window.
+        attention: attention tensors by kind of attention.
         first_rows: first row of each chunk, in the order of the given chunks.
         states: state slots to read and write. None for a model without states.
         given: indexes of rows with given embeddings, int64 [n], and these embeddings, float32 [n, hidden_size].
@@ -326,7 +341,7 @@ class StepTensors:
     positions: Tensor
     slots: Tensor
     cleared_slots: Tensor | None
-    attention: dict[int | None, AttentionTensors]
+    attention: dict[AttentionKind, AttentionTensors]
     first_rows: tuple[int, ...]
     states: StateSteps | None = None
     given: tuple[Tensor, Tensor] | None = None
@@ -366,20 +381,22 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         section: [part for span in spans for part in span.in_sections(section, shape.block_size)]
         for section in shape.sections
     }
-    if shape.walked_heads is None:
-        attention = {window: _attention_tensors(spans, count, shape, window) for window in shape.windows}
-        sections = {section: _attention_tensors(parts[section], count, shape, None) for section in parts}
-    else:
-        attention = _walks(spans, count, shape.windows, shape, shape.walked_heads, sending)
+    if shape.walks:
+        attention = _walks(spans, count, shape.kinds, shape, sending)
+        in_section = [(None, heads) for _, heads in shape.kinds[:1]]
         sections = {
-            section: _walks(parts[section], count, (None,), shape, shape.walked_heads, sending)[None]
-            for section in parts
+            section: next(iter(_walks(parts[section], count, in_section, shape, sending).values())) for section in parts
         }
+    else:
+        windows = dict.fromkeys(window for window, _ in shape.kinds)
+        by_window = {window: _attention_tensors(spans, count, shape, window) for window in windows}
+        attention = {kind: by_window[kind[0]] for kind in shape.kinds}
+        sections = {section: _attention_tensors(parts[section], count, shape, None) for section in parts}
     return StepTensors(
         token_ids=sending.add(np.array(token_ids, dtype=np.int64)),
         positions=sending.add(np.concatenate(positions, axis=-1)),
         slots=sending.add(np.concatenate(slots)),
-        cleared_slots=sending.add(after_last) if after_last.size and shape.walked_heads is None else None,
+        cleared_slots=sending.add(after_last) if after_last.size and not shape.walks else None,
         attention=attention,
         first_rows=tuple(first_rows),
         states=_state_steps(chunks, first_rows, sending) if chunks[0].states else None,
@@ -440,29 +457,46 @@ def _slots_after_last(chunk: ScheduledChunk, block_size: int) -> Int64Array:
 def _walks(
     spans: Sequence[_Span],
     decode_count: int,
-    windows: Sequence[int | None],
+    kinds: Sequence[AttentionKind],
     shape: StepShape,
-    heads: HeadShape,
     sending: Sending,
-) -> dict[int | None, AttentionTensors]:
+) -> dict[AttentionKind, AttentionTensors]:
     """Create the tables for kernels that read block tables.
 
     Args:
         spans: spans in the order of their rows, decodes first.
 
     Returns:
-        Tables by window. All windows share the tensors, because only the size of the window differs.
+        Tables by kind of attention. All windows share the tensors, because only the size of the window differs. Heads
+        have their own tiles and work buffers.
     """
     decodes, chunks = spans[:decode_count], spans[decode_count:]
-    decode_tables = _decode_tables(decodes, windows, shape, heads, sending) if decodes else None
-    chunk_tables = _chunk_tables(chunks, shape, heads, sending) if chunks else None
-    return {window: AttentionTensors((), (), TableWalk(window, decode_tables, chunk_tables)) for window in windows}
+    walks: dict[AttentionKind, AttentionTensors] = {}
+    decode_tables: DecodeTables | None = None
+    chunk_tables: ChunkTables | None = None
+    for heads in dict.fromkeys(heads for _, heads in kinds):
+        windows = [window for window, others in kinds if others == heads]
+        if decodes:
+            decode_tables = _decode_tables(decodes, windows, shape, heads, sending, decode_tables)
+        if chunks:
+            chunk_tables = _chunk_tables(chunks, shape, heads, sending, chunk_tables)
+        for window in windows:
+            walks[window, heads] = AttentionTensors((), (), TableWalk(window, decode_tables, chunk_tables))
+    return walks
 
 
 def _decode_tables(
-    chunks: Sequence[_Span], windows: Sequence[int | None], shape: StepShape, heads: HeadShape, sending: Sending
+    chunks: Sequence[_Span],
+    windows: Sequence[int | None],
+    shape: StepShape,
+    heads: HeadShape,
+    sending: Sending,
+    other: DecodeTables | None,
 ) -> DecodeTables:
+    """Return the tables of decodes. `other` are the tables of the same decodes for other heads, or None."""
     contexts = [chunk.start + 1 for chunk in chunks]
+    if other is not None:
+        return replace(other, work=heads.work(len(chunks), max(contexts), windows, shape.device))
     return DecodeTables(
         sending.add(_block_tables(chunks, shape.block_size)),
         sending.add(np.array(contexts, dtype=np.int32)),
@@ -471,22 +505,30 @@ def _decode_tables(
     )
 
 
-def _chunk_tables(chunks: Sequence[_Span], shape: StepShape, heads: HeadShape, sending: Sending) -> ChunkTables:
+def _chunk_tables(
+    chunks: Sequence[_Span], shape: StepShape, heads: HeadShape, sending: Sending, other: ChunkTables | None
+) -> ChunkTables:
+    """Return the tables of chunks. `other` are the tables of the same chunks for other heads, or None."""
     tile_tokens = chunk_tile_tokens(heads.head_count // heads.kv_head_count)
     tiles = [(index, first) for index, chunk in enumerate(chunks) for first in range(0, chunk.row_count, tile_tokens)]
+    packed = _packed_chunks(chunks, shape, shape.flash.get(heads), sending)
+    if other is not None:
+        return replace(other, tiles=sending.add(np.array(tiles, dtype=np.int32)), packed=packed)
     row_starts = np.cumsum([0, *(chunk.row_count for chunk in chunks)], dtype=np.int32)
     return ChunkTables(
         sending.add(_block_tables(chunks, shape.block_size)),
         sending.add(np.array([chunk.start + chunk.row_count for chunk in chunks], dtype=np.int32)),
         sending.add(row_starts),
         sending.add(np.array(tiles, dtype=np.int32)),
-        _packed_chunks(chunks, shape, sending),
+        packed,
     )
 
 
-def _packed_chunks(chunks: Sequence[_Span], shape: StepShape, sending: Sending) -> PackedChunks | None:
+def _packed_chunks(
+    chunks: Sequence[_Span], shape: StepShape, flash: FlashPrompts | None, sending: Sending
+) -> PackedChunks | None:
     """Return the contexts of chunks for flash attention. None if other kernels compute the chunks faster."""
-    if shape.flash is None or not shape.flash.is_usable:
+    if flash is None or not flash.is_usable:
         return None
     rows = [chunk.row_count for chunk in chunks]
     if sum(rows) < FLASH_ROWS_MIN * len(rows):
@@ -503,7 +545,7 @@ def _packed_chunks(chunks: Sequence[_Span], shape: StepShape, sending: Sending) 
         ]
         slots = sending.add(np.concatenate(found))
     context_starts = sending.add(np.cumsum([0, *contexts], dtype=np.int32))
-    return PackedChunks(shape.flash, slots, context_starts, max(rows), max(contexts))
+    return PackedChunks(flash, slots, context_starts, max(rows), max(contexts))
 
 
 def _block_tables(chunks: Sequence[_Span], block_size: int) -> Int32Array:

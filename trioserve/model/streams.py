@@ -1,4 +1,4 @@
-"""Computes a hidden state that consists of several streams in torch. Each layer reads one stream, see StreamsConfig."""
+"""Computes a hidden state of several streams, and inputs of layers, in torch, see StreamsConfig."""
 
 from __future__ import annotations
 
@@ -93,6 +93,8 @@ class Streams:
             [T, hidden_size].
         """
         first, *others = streams.values
+        if not others:
+            return first
         magnitude = _mean_square(first).sqrt()
         total = first.clone()
         for linear, values in zip(self._outs, others, strict=True):
@@ -122,25 +124,24 @@ class LayerStreams:
 
         self._index, self._streams, self._activation = index, streams, activation
         self._kernels = kernels
-        self._router_norm, self._input_norm = norm("stream_router_norm"), norm("input_norm")
-        self._router = linear(hidden, False, stream_router=count)
-        self._prediction = linear(count, False, stream_prediction=count * count)
-        self._correction = linear(count, False, stream_correction=count)
+        self._input_norm = norm("input_norm")
         self._gate = linear(hidden, False, input_gate=size)
         self._projection = linear(size, False, input_proj=hidden)
-        self._scale = torch.empty(hidden, dtype=dtype, device=device)
-        self._name = f"layers.{index}.streams.scale"
-        self._router_scale = 1.0 / hidden
+        self._mixture: _Mixture | None = None
+        if count > 1:
+            self._mixture = _Mixture(index, hidden, count, norm("stream_router_norm"), linear, dtype, device)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self._router, self._prediction, self._correction, self._gate, self._projection
+        own = (self._gate, self._projection)
+        return own if self._mixture is None else (*self._mixture.linears, *own)
 
     def slots(self) -> Iterator[TensorSlot]:
-        parts: tuple[Norm | Linear, ...] = (self._router_norm, self._input_norm, *self.linears)
+        parts: tuple[Norm | Linear, ...] = (self._input_norm, *self.linears)
         for part in parts:
             yield from part.slots()
-        yield TensorSlot(self._name, tuple(self._scale.shape), self._scale.dtype, self._scale.copy_)
+        if self._mixture is not None:
+            yield from self._mixture.slots()
 
     def predict(self, streams: StreamsOfStep) -> Tensor:
         """Predict all streams.
@@ -151,8 +152,10 @@ class LayerStreams:
         Returns:
             [T, hidden_size], input of the layer. The layer may change the tensor.
         """
-        old, count = streams.values, self._streams.count
-        shares = self._prediction(self._routed(old[self._streams.active])).view(-1, count, count, 1)
+        old, count, mixture = streams.values, self._streams.count, self._mixture
+        if mixture is None:
+            return old[0]
+        shares = mixture.prediction(mixture.routed(old[self._streams.active])).view(-1, count, count, 1)
         new = []
         for stream, values in enumerate(old):
             total = old[0] * shares[:, stream, 0]
@@ -163,25 +166,53 @@ class LayerStreams:
         return new[self._streams.active].clone()
 
     def correct(self, streams: StreamsOfStep, computed: Tensor) -> None:
-        """Correct all streams by the layer's result, and add the layer's inputs to all streams except the first.
+        """Correct all streams by the layer's result, and add the layer's input.
 
         Args:
             streams: streams of the step, changed in place.
-            computed: [T, hidden_size], result of the layer.
+            computed: [T, hidden_size], result of the layer. It is the only stream if there is one.
         """
-        active, values = self._streams.active, streams.values
-        shares = self._correction(self._routed(computed)) + 1.0
-        went = computed - values[active]
-        for stream, each in enumerate(values):
-            each.addcmul_(went, shares[:, stream, None])
-        read = values[active] * self._scale if self._streams.has_scale else values[active]
+        active, values, mixture = self._streams.active, streams.values, self._mixture
+        read = computed
+        if mixture is not None:
+            shares = mixture.correction(mixture.routed(computed)) + 1.0
+            went = computed - values[active]
+            for stream, each in enumerate(values):
+                each.addcmul_(went, shares[:, stream, None])
+            read = values[active] * mixture.scale if self._streams.has_scale else values[active]
         inputs = streams.inputs[:, self._index]
         gated = self._kernels.activate_and_mul(torch.cat((self._gate(read), inputs), -1), self._activation)
         given = self._input_norm(self._projection(gated))
-        for each in values[1:]:
+        for each in values if mixture is None else values[1:]:
             each += given
 
-    def _routed(self, values: Tensor) -> Tensor:
+
+class _Mixture:
+    """Weights of one layer by which streams are mixed."""
+
+    def __init__(
+        self,
+        index: int,
+        hidden: int,
+        count: int,
+        router_norm: Norm,
+        linear: MakeLinear,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._router_norm, self._router_scale = router_norm, 1.0 / hidden
+        self._router = linear(hidden, False, stream_router=count)
+        self.prediction = linear(count, False, stream_prediction=count * count)
+        self.correction = linear(count, False, stream_correction=count)
+        self.scale = torch.empty(hidden, dtype=dtype, device=device)
+        self._name = f"layers.{index}.streams.scale"
+        self.linears = (self._router, self.prediction, self.correction)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        yield from self._router_norm.slots()
+        yield TensorSlot(self._name, tuple(self.scale.shape), self.scale.dtype, self.scale.copy_)
+
+    def routed(self, values: Tensor) -> Tensor:
         """Return the router's output for each row, [T, count]. The output determines how streams are mixed."""
         products = self._router(self._router_norm(values).mul_(self._router_scale))
         # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding

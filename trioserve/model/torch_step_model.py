@@ -22,7 +22,7 @@ from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, default_thread_count, set_torch_threads, step_weight_bytes
 from trioserve.model.device_sampler import DeviceSampler, reach_end
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
-from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
+from trioserve.model.layer_config import LatentAttentionConfig
 from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_format_of
@@ -44,7 +44,7 @@ from trioserve.model.step_model import (
     why_not_launched,
 )
 from trioserve.model.step_rows import needed_rows, pooled_vector
-from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
+from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, attention_kinds, build_step_tensors
 from trioserve.model.torch_adapters import AdapterColumns, TorchAdapter, adapter_rows
 from trioserve.model.torch_formats import TORCH_DTYPES, PinnedStaging, Sending, TensorSlot
 from trioserve.model.weights import Slot
@@ -123,17 +123,17 @@ class TorchStepModel:
                 "with the Triton kernels, and these products on a GPU depend on the batch: leave batch_invariant "
                 "out, or use a CPU"
             )
-        attention = config.kv_attention if config.has_attention else None
+        entries = [attention.kv_entry.size for attention in config.attentions]
         self._shape = StepShape(
             block_size=settings.block_size,
             hidden_size=config.hidden_size,
-            token_kv_bytes=0 if attention is None else attention.kv_entry.size * VALUE_BYTES[dtype],
-            windows=config.windows,
+            token_kv_bytes=max(entries, default=0) * VALUE_BYTES[dtype],
+            kinds=attention_kinds(config),
             sections=config.sections,
             dtype=TORCH_DTYPES[dtype],
             device=place,
-            walked_heads=HeadShape.of(attention) if attention is not None and kernels.WALKS else None,
-            flash=_flash(attention, kernels, settings, TORCH_DTYPES[dtype], place),
+            walks=kernels.WALKS,
+            flash=_flash(config, kernels, settings, TORCH_DTYPES[dtype], place),
         )
 
     @property
@@ -467,19 +467,19 @@ def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -
 
 
 def _flash(
-    attention: AttentionConfig | LatentAttentionConfig | None,
-    kernels: Kernels,
-    settings: ModelSettings,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> FlashPrompts | None:
-    """Return torch's flash attention for prompts. None: the kernels compute all prompts."""
+    config: ModelConfig, kernels: Kernels, settings: ModelSettings, dtype: torch.dtype, device: torch.device
+) -> dict[HeadShape, FlashPrompts]:
+    """Return torch's flash attention for prompts, by heads. The kernels compute the prompts of all other heads."""
     if device.type != "cuda" or not (kernels.WALKS and settings.flash_prompts) or settings.batch_invariant:
-        return None
-    if not isinstance(attention, AttentionConfig) or kv_format_of(settings) != "plain":
-        return None
-    heads = HeadShape.of(attention)
-    return pick_flash_prompts(heads.head_count, heads.kv_head_count, heads.head_dim, dtype, device)
+        return {}
+    if config.has_latents or kv_format_of(settings) != "plain":
+        return {}
+    shapes = {heads for _, heads in attention_kinds(config)}
+    found = {
+        heads: pick_flash_prompts(heads.head_count, heads.kv_head_count, heads.head_dim, dtype, device)
+        for heads in shapes
+    }
+    return {heads: flash for heads, flash in found.items() if flash is not None}
 
 
 def _kept_types(
@@ -529,15 +529,14 @@ def _check_places(model: Decoder) -> None:
         StartupError: at least one product depends on the index.
     """
     attention, dtype = model.config.kv_attention, model.dtype
-    entry = attention.kv_entry
-    latent_dim = attention.latent_dim if isinstance(attention, LatentAttentionConfig) else None
     found: dict[str, list[int]] = {}
     for inputs, product in model.products:
         found.setdefault(f"{inputs} numbers in {dtype}", []).extend(differing_rows(product, inputs, dtype))
-    group = attention.head_count // entry.head_count
-    found[f"attention of heads of {entry.head_dim}"] = differing_attended_rows(
-        entry.head_count, group, entry.head_dim, dtype, latent_dim
-    )
+    for shape in {shape for _, shape in attention_kinds(model.config)}:
+        group = shape.head_count // shape.kv_head_count
+        found[f"attention of {shape.head_count} heads of {shape.head_dim}"] = differing_attended_rows(
+            shape.kv_head_count, group, shape.head_dim, dtype, shape.latent_dim
+        )
     if isinstance(attention, LatentAttentionConfig):
         heads, inputs = attention.head_count, attention.plain_dim
         weight = torch.randn(heads, attention.latent_dim, inputs, generator=torch.Generator().manual_seed(2)).to(dtype)

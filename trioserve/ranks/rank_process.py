@@ -227,7 +227,7 @@ class _Rank:
                 step_weight_bytes=runner.step_weight_bytes,
                 token_flops=runner.token_flops,
                 attended_token_flops=runner.attended_token_flops,
-                layout=runner.kv_layout("") if runner.config.has_attention else None,
+                layout=None if runner.config.common_kv_entry is None else runner.kv_layout(""),
                 kv_heads=checkpoint.kv_heads if runner.config.has_attention else (0, 0),
                 stage_port=None if self._listener is None else self._listener.port,
             )

@@ -40,6 +40,7 @@ FURTHER_KINDS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("qwen3", 2, {}),
     ("gemma2", 2, {}),
     ("gemma3n", 2, {}),
+    ("gemma4", 2, {}),
     ("cohere2", 2, {}),
     ("gpt-neox", 2, {}),
     ("phi", 2, {}),

@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig
-from trioserve.model.model_config import ModelConfig, StreamsConfig
+from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, check_count
+from trioserve.model.model_config import STREAMS_MAX, ModelConfig, StreamsConfig
 
-__all__ = ["GEMMA", "GEMMA2", "GEMMA3", "GEMMA3N"]
+__all__ = ["GEMMA", "GEMMA2", "GEMMA3", "GEMMA3N", "MODULES", "layers_of_shared_kv"]
 
 # Models with 27 billion parameters divide scores by the square root of hidden_size / heads, not of head_dim. llama.cpp
 # recognizes these models by their number of layers.
@@ -186,7 +186,7 @@ def _describe_gemma3n(fields: ModelFields) -> ModelConfig:
         logit_cap=fields.number_unless_null("final_logit_softcapping", 30.0),
         tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
         streams=StreamsConfig(
-            count=fields.whole_or("altup_num_inputs", 4),
+            count=_stream_count(fields),
             active=fields.whole_or("altup_active_idx", 0),
             has_scale=fields.flag_or("altup_correct_scale", True),
             input_size=fields.whole_or("hidden_size_per_layer_input", 256),
@@ -196,23 +196,11 @@ def _describe_gemma3n(fields: ModelFields) -> ModelConfig:
 
 
 def _attentions(fields: ModelFields) -> list[AttentionConfig]:
-    """Return the attention of each layer. The last layers have no KV: they read the KV of an earlier layer.
-
-    A layer with a sliding window reads the KV of the last such layer that has KV. The others, which have full
-    attention, read the KV of the last full-attention layer that has KV.
-    """
     has_bias = fields.flag_or("attention_bias", False)
     windows = fields.windows(fields.whole_or("sliding_window", 512), lambda layer: (layer + 1) % 5 != 0)
     head_dim = fields.whole_or("head_dim", 256)
     whole = fields.rotary(head_dim, layer_type="full_attention", theta=1_000_000.0)
     sliding = fields.rotary(head_dim, layer_type="sliding_attention", theta=10_000.0)
-    first_shared = fields.layer_count - fields.whole_or("num_kv_shared_layers", 15)
-    if not 1 <= first_shared <= fields.layer_count:
-        raise fields.wrong("num_kv_shared_layers", f"0 to {fields.layer_count - 1}, less than there are layers")
-    last = {window: index for index, window in enumerate(windows[:first_shared])}
-    if unknown := set(windows) - set(last):
-        kind = "full" if None in unknown else "sliding"
-        raise fields.wrong("num_kv_shared_layers", f"so few that a layer with {kind} attention is left before them")
     return [
         fields.attention(
             head_dim=256,
@@ -223,10 +211,36 @@ def _attentions(fields: ModelFields) -> list[AttentionConfig]:
             has_output_bias=has_bias,
             qk_norm="head",
             has_value_norm=True,
-            kv_from=None if index < first_shared else last[window],
+            kv_from=kv_from,
         )
-        for index, window in enumerate(windows)
+        for window, kv_from in zip(windows, layers_of_shared_kv(fields, windows, 15), strict=True)
     ]
+
+
+def layers_of_shared_kv(fields: ModelFields, windows: Sequence[int | None], default: int) -> list[int | None]:
+    """Return the layer whose KV each layer reads, None for layers with their own KV.
+
+    The last layers have no KV. A layer with a sliding window reads the KV of the last such layer that has KV. The
+    others, which have full attention, read the KV of the last full-attention layer that has KV.
+
+    Args:
+        windows: sliding window of each layer, None for full attention.
+        default: number of layers without KV if the file does not contain it.
+    """
+    first_shared = fields.layer_count - fields.whole_or("num_kv_shared_layers", default)
+    if not 1 <= first_shared <= fields.layer_count:
+        raise fields.wrong("num_kv_shared_layers", f"0 to {fields.layer_count - 1}, less than there are layers")
+    last = {window: index for index, window in enumerate(windows[:first_shared])}
+    if unknown := set(windows) - set(last):
+        kind = "full" if None in unknown else "sliding"
+        raise fields.wrong("num_kv_shared_layers", f"so few that a layer with {kind} attention is left before them")
+    return [None if index < first_shared else last[window] for index, window in enumerate(windows)]
+
+
+def _stream_count(fields: ModelFields) -> int:
+    count = fields.whole_or("altup_num_inputs", 4)
+    check_count("altup_num_inputs", count, STREAMS_MAX, 2)
+    return count
 
 
 def _mlps(fields: ModelFields) -> list[MlpConfig]:

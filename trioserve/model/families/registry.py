@@ -22,6 +22,7 @@ from trioserve.model.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N
+from trioserve.model.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from trioserve.model.families.gpt2 import CODEGEN, FALCON, FALCON_GROUPED, GPT2, GPT_BIGCODE, GPTJ, OPT
 from trioserve.model.families.gpt_neox import (
@@ -74,6 +75,8 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA2,
     GEMMA3,
     GEMMA3N,
+    GEMMA4,
+    GEMMA4_UNIFIED,
     PHI3,
     OLMO,
     OLMO2,

@@ -244,6 +244,7 @@ TRANSFORMERS = Format(
         "streams.in_proj": "model.altup_projections.{stream}",
         "streams.out_proj": "model.altup_unembed_projections.{stream}",
         "streams.scale": "altup.correct_output_scale",
+        "layer.scale": "layer_scalar",
         "stream_router": "altup.modality_router",
         "stream_router_norm": "altup.router_norm",
         "stream_prediction": "altup.prediction_coefs",
@@ -320,6 +321,7 @@ GGUF = Format(
         "streams.in_proj": "altup_proj",
         "streams.out_proj": "altup_unembd_proj",
         "streams.scale": "altup_correct_scale.weight",
+        "layer.scale": "layer_output_scale.weight",
         "stream_router": "altup_router",
         "stream_router_norm": "altup_router_norm",
         "stream_prediction": "altup_predict_coef",
@@ -415,15 +417,20 @@ def _norm_shapes(module: str, size: int, kind: NormKind) -> list[tuple[str, Shap
 
 
 def _stream_shapes(streams: StreamsConfig, hidden: int) -> list[tuple[str, Shape]]:
-    """Return the shapes of one layer's tensors that combine the streams of the hidden state."""
+    """Return the shapes of one layer's tensors that combine the streams of the hidden state, and of its input."""
+    inputs: list[tuple[str, Shape]] = [
+        ("input_gate.weight", (streams.input_size, hidden)),
+        ("input_proj.weight", (hidden, streams.input_size)),
+        ("input_norm.weight", (hidden,)),
+    ]
+    if streams.count == 1:
+        return inputs
     return [
         ("stream_router_norm.weight", (hidden,)),
         ("stream_router.weight", (streams.count, hidden)),
         ("stream_prediction.weight", (streams.count**2, streams.count)),
         ("stream_correction.weight", (streams.count, streams.count)),
-        ("input_gate.weight", (streams.input_size, hidden)),
-        ("input_proj.weight", (hidden, streams.input_size)),
-        ("input_norm.weight", (hidden,)),
+        *inputs,
         ("streams.scale", (hidden,)),
     ]
 
@@ -480,6 +487,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
         shapes.append((f"{module}.weight", (rows, columns)))
         if has_bias:
             shapes.append((f"{module}.bias", (rows,)))
+    if layer.has_scale:
+        shapes.append(("layer.scale", (1,)))
     if isinstance(attention, AttentionConfig) and attention.has_sinks:
         shapes.append(("sinks.weight", (attention.head_count,)))
     return shapes
@@ -683,13 +692,13 @@ def _unread(config: ModelConfig, format: Format) -> set[str]:
 def _mixed_place(
     config: ModelConfig, name: str, shape: Shape, format: Format, found: Collection[str]
 ) -> TensorPlace | None:
-    """Return the TensorPlace of a tensor whose rows alternate with those of another one, by head or group of heads.
+    """Return the TensorPlace of a tensor whose rows alternate with those of another one, or are those of another one.
 
     Args:
         found: see tensor_places.
 
     Returns:
-        The TensorPlace, or None if the tensor's rows do not alternate with another tensor's rows.
+        The TensorPlace, or None for a tensor with its own rows.
     """
     module = name.split(".")[-2]
     outside, naming = outside_name(name, config.family, format), format.naming_of(config.family)
@@ -700,9 +709,13 @@ def _mixed_place(
         if isinstance(mixer, AttentionConfig):
             return _part_of_heads(mixer, module, place, naming)
         return _part_of_groups(config, module, place)
-    if module not in ("q_proj", "q_gate_proj"):
+    if module not in ("q_proj", "q_gate_proj", "v_proj"):
         return None
     attention = config.layers[int(name.split(".")[1])].attention
+    if module == "v_proj":
+        assert isinstance(attention, AttentionConfig), "latent attention has no such tensor"
+        keys = outside_name(name.replace("v_proj", "k_proj"), config.family, format)
+        return TensorPlace(keys, shape) if attention.has_values_of_keys else None
     if not isinstance(attention, AttentionConfig) or not attention.has_gate or "q_gate_proj" in naming.modules:
         return None
     order = np.arange(attention.head_dim)

@@ -224,6 +224,7 @@ WHOLE_OF_LAYERS = (
     "stream_prediction",
     "stream_correction",
     "streams.scale",
+    "layer.scale",
     "input_gate",
     "input_proj",
     "input_norm",
@@ -318,16 +319,17 @@ class _Divider:
     def __init__(self, config: ModelConfig, place: Place, expert_parallel: bool) -> None:
         self._place, self._expert_parallel = place, expert_parallel
         besides = [layer.beside for layer in config.layers if layer.beside is not None]
-        # Attention is divided in all layers or in none, because all layers must have the same number of heads. A state
-        # space beside attention is added in the same sum, so it is divided if attention is divided.
+        # Attention is divided in all layers or in none. A state space beside attention is added in the same sum, so it
+        # is divided if attention is divided.
         self._divides_attention = not _has_row_norms(config) and all(
             _state_space(beside, place) is not None for beside in besides
         )
         size = place[1]
-        if self._divides_attention and config.has_attention and size > config.kv_attention.head_count:
+        heads = min((attention.head_count for attention in config.attentions), default=size)
+        if self._divides_attention and size > heads:
             raise StartupError(
-                f"{size} ranks cannot share attention of {config.kv_attention.head_count} heads, because each "
-                f"needs one: use at most {config.kv_attention.head_count} ranks"
+                f"{size} ranks cannot share attention of {heads} heads, because each needs one: use at most {heads} "
+                "ranks"
             )
 
     def layer(self, layer: LayerConfig) -> tuple[LayerConfig, LayerPart, Cuts]:

@@ -216,8 +216,8 @@ def stage_runs(checkpoint: Checkpoint, stage_count: int) -> Runs:
     config = checkpoint.config
     if config.streams is not None:
         raise StartupError(
-            f"{stage_count} stages cannot share a model whose hidden state has several streams, which all of its "
-            "layers use: use one stage, and divide each layer instead (--tensor-parallel-size)"
+            f"{stage_count} stages cannot share a model whose hidden state has several streams, or whose layers have "
+            "inputs of their own: use one stage, and divide each layer instead (--tensor-parallel-size)"
         )
     cuts = [0, *(index for index in range(1, config.layer_count) if _can_cut(config, index)), config.layer_count]
     if stage_count > len(cuts) - 1:
