@@ -129,6 +129,8 @@ void choose_experts(const Experts& experts, float* scores, float* ranks, int32_t
     for (int32_t place = 0; place < experts.per_token; place++) chosen_total += weights[place] = scores[chosen[place]];
     for (int32_t place = 0; place < experts.per_token; place++)
         weights[place] = experts.scale * (experts.normalizes ? weights[place] / chosen_total : weights[place]);
+    for (int32_t place = 0; experts.expert_scale != nullptr && place < experts.per_token; place++)
+        weights[place] *= experts.expert_scale[chosen[place]];
 }
 
 // Number of intermediate channels of a matrix gate_up.
@@ -139,8 +141,10 @@ int64_t outputs_of(const Layer& layer, const Matrix& gate_up) {
 // True if the MLP's norm must be computed before attention adds its result to the hidden state.
 bool has_own_mlp_norm(const Layer& layer) { return layer.is_parallel && layer.mlp_norm != nullptr; }
 
-bool has_own_mlp_norms(const Model& model) {
-    return std::any_of(model.layers, model.layers + model.layer_count, has_own_mlp_norm);
+bool has_normed_experts(const Layer& layer) { return layer.experts != nullptr && layer.experts->router_norm != nullptr; }
+
+bool has_layer(const Model& model, bool (*is_wanted)(const Layer&)) {
+    return std::any_of(model.layers, model.layers + model.layer_count, is_wanted);
 }
 
 bool has_output_norms(const Model& model) {
@@ -170,6 +174,12 @@ bool has_mlp(const Layer& layer) { return layer.experts != nullptr || layer.gate
 // A layer without any matrix is one of run_attention, which computes only the attention.
 bool attends(const Layer& layer) {
     return layer.qkv.parts[0].block_count > 0 || (layer.recurrent == nullptr && !has_mlp(layer));
+}
+
+// Limits queries, keys and values.
+Lanes clipped(const Layer& layer, Lanes value) {
+    if (layer.clip == 0) return value;
+    return max(set(-layer.clip), min(set(layer.clip), value));  // this order of arguments keeps NaN
 }
 
 float scale_of(const Layer& layer) { return layer.scale == nullptr ? 1.0f : *layer.scale; }
@@ -340,7 +350,8 @@ private:
     template <class T>
     void add_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size, const Norm& norm, float* hidden);
     template <class T>
-    void mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, const float* base, float* to);
+    void mix(int thread, const Model& model, const Layer& layer, const float* hidden, const Rows<const T>& x,
+             const float* base, float* to);
     void sort_by_expert(const Experts& experts);
     template <class T>
     void make_room_for_experts(const Model& model);
@@ -430,7 +441,7 @@ private:
     Buffer chances_, gathered_, mixed_;
     Buffer projected_, convolved_, scanned_, recurrent_, selected_, latents_, time_steps_;  // for layers with a state
     Buffer compressed_, raised_, plain_, values_;  // for latent attention
-    Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_, logits_of_ranks_, exchanged_;
+    Buffer shared_, streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_, logits_of_ranks_, exchanged_;
     StepAdapters adapters_;
 };
 
@@ -1021,14 +1032,30 @@ void Engine::sort_by_expert(const Experts& experts) {
 }
 
 // to = base + mixture of experts of x, times the residual scale unless a norm follows. A null base is zeros. base may be `to`.
-// Experts are computed one after the other, so a row is summed in the same order in every batch.
+// Experts are computed one after the other, so a row is summed in the same order in every batch. hidden: the rows of x before
+// their norm.
 template <class T>
-void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, const float* base, float* to) {
+void Engine::mix(int thread, const Model& model, const Layer& layer, const float* hidden, const Rows<const T>& x,
+                 const float* base, float* to) {
     const Experts& experts = *layer.experts;
     const int64_t size = model.hidden_size, padded_count = rounded_up(experts.count, LANES);
     const float scale = layer.mlp_output_norm == nullptr ? layer.residual_scale : 1.0f;
     float* chances = chances_.of<float>(0);
-    product(thread, x, rows_, experts.router, nullptr,
+    // With norms of their own, router and experts read other rows than the shared expert, whose result is added later.
+    const bool has_norms = experts.router_norm != nullptr;
+    float* shared_to = has_norms ? shared_.of<float>(0) : to;
+    const auto beside = rows_for<T>(beside_.of<T>(0), rows_, size);
+    const Rows<const T> own_x = has_norms ? Rows<const T>(beside) : x;
+    const Norm norm{model.norm_kind, model.norm_eps};
+    const auto norm_beside = [&](const float* weight) {
+        for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+            norm_row(hidden + row * size, weight, size, norm, [&](int64_t n) { return beside.at(row, n); });
+            beside.pad(row, size);
+        }
+        team.meet();
+    };
+    if (has_norms) norm_beside(experts.router_norm);
+    product(thread, own_x, rows_, experts.router, nullptr,
             [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                 for (int row = 0; row < count; row++)
                     for (int block = 0; block < blocks; block++) {
@@ -1048,6 +1075,7 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
             std::fill(to + row * size, to + (row + 1) * size, 0.0f);
         else if (base != to)
             std::memcpy(to + row * size, base + row * size, sizeof(float) * size);
+        if (has_norms) std::fill(shared_to + row * size, shared_to + (row + 1) * size, 0.0f);
         if (experts.shared_gate == nullptr) continue;
         Lanes sum = zero();
         for (int64_t n = 0; n < size; n += LANES) sum = fma(load(x.at(row, n)), load(experts.shared_gate + n), sum);
@@ -1056,10 +1084,11 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
     team.meet();
     if (thread == 0) sort_by_expert(experts);
     team.meet();
+    if (has_norms) norm_beside(experts.norm);
     // rows_at: destination rows. Null: the same rows.
     const auto go_through = [&](const Rows<const T>& some, int64_t count, int64_t middle, const Matrix& gate_up,
                                 const float* gate_up_bias, const Matrix& down, const float* down_bias,
-                                const int32_t* rows_at, const float* weights) {
+                                const int32_t* rows_at, const float* weights, float* totals) {
         const auto activated = rows_for<T>(mixed_.of<T>(0), count, middle);
         team.meet();
         gate<T>(thread, some, count, gate_up, gate_up_bias, layer, activated, nullptr, -1);
@@ -1069,7 +1098,7 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
                        for (int index = 0; index < found; index++) {
                            const int64_t row = rows_at == nullptr ? first_row + index : rows_at[first_row + index];
                            const Lanes weight = set(weights[first_row + index] * scale);
-                           float* total = to + row * size + first_block * LANES;
+                           float* total = totals + row * size + first_block * LANES;
                            for (int block = 0; block < blocks; block++) {
                                Lanes value = load(sums + index * PANEL + block * LANES);
                                if (down_bias != nullptr) value = add(value, load(down_bias + (first_block + block) * LANES));
@@ -1089,9 +1118,9 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
             const Lanes weight = set(expert_weights_[first + index]);
             for (int64_t n = 0; n < size; n += LANES) {
                 if (experts.weighs_inputs)
-                    store(some.at(index, n), mul(load(x.at(row, n)), weight));
+                    store(some.at(index, n), mul(load(own_x.at(row, n)), weight));
                 else
-                    std::memcpy(some.at(index, n), x.at(row, n), sizeof(T) * LANES);
+                    std::memcpy(some.at(index, n), own_x.at(row, n), sizeof(T) * LANES);
             }
             some.pad(index, size);
         }
@@ -1100,11 +1129,18 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
         };
         go_through(some, count, experts.middle, experts.gate_up[own], bias_of(experts.gate_up_bias, 2 * experts.middle),
                    experts.down[own], bias_of(experts.down_bias, size), expert_rows_.data() + first,
-                   experts.weighs_inputs ? ones_.data() : expert_weights_.data() + first);
+                   experts.weighs_inputs ? ones_.data() : expert_weights_.data() + first, to);
     }
     if (experts.shared_middle == 0) return;
     go_through(x, rows_, experts.shared_middle, experts.shared_gate_up, nullptr, experts.shared_down, nullptr, nullptr,
-                   shared_weights_.data());
+               shared_weights_.data(), shared_to);
+    for (int64_t row; has_norms && (row = team.take_share(thread, rows_)) >= 0;) {
+        float *total = to + row * size, *shared = shared_to + row * size;
+        norm_row(total, experts.output_norm, size, norm, [=](int64_t n) { return total + n; });
+        norm_row(shared, experts.shared_output_norm, size, norm, [=](int64_t n) { return shared + n; });
+        for (int64_t n = 0; n < size; n += LANES) store(total + n, add(load(total + n), load(shared + n)));
+    }
+    if (has_norms) team.meet();
 }
 
 template <class T>
@@ -1146,16 +1182,22 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
         const bool is_query = head < shape.heads;
         const float* norm = is_query ? layer.query_norm : layer.key_norm;
         const float* values = from;
-        if (layer.qk_norm == HEAD_NORM || layer.qk_norm == HEADS_NORM) {
-            if (layer.qk_norm == HEADS_NORM) norm += (is_query ? head : head - shape.heads) * dim;
+        if (layer.qk_norm == HEADS_NORM) norm += (is_query ? head : head - shape.heads) * dim;
+        const bool is_normed = layer.qk_norm == HEAD_NORM || layer.qk_norm == HEADS_NORM;
+        if (is_normed && !layer.has_turned_norms) {
             norm_row(from, norm, dim, kind, [&](int64_t d) { return normed + d; });
             values = normed;
         }
-        const float factor = is_query ? query_factor(layer, row) : 1.0f;
+        const float factor = is_query && !layer.has_turned_norms ? query_factor(layer, row) : 1.0f;
         for (int64_t pair = 0; pair < half; pair++) {
             const float cosine = cosines[pair] * factor, sine = sines[pair] * factor;
             turned[pair] = values[pair] * cosine - values[half + pair] * sine;
             turned[half + pair] = values[half + pair] * cosine + values[pair] * sine;
+        }
+        if (is_normed && layer.has_turned_norms) {
+            norm_row(turned, norm, dim, kind, [&](int64_t d) { return turned + d; });
+            const Lanes query = set(is_query ? query_factor(layer, row) : 1.0f);
+            for (int64_t d = 0; d < dim; d += LANES) store(turned + d, mul(load(turned + d), query));
         }
         if (!is_query && shape.is_coded()) {
             encode_head(shape.kv_format, turned, dim, coded + (head - shape.heads) * shape.record_bytes());
@@ -1185,7 +1227,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
     const int64_t dim = shape.head_dim, half = dim / 2, first = first_block * LANES, head = first / dim;
     const auto sum_of_block = [&](int row, int block) {
         const Lanes sum = load(sums + row * PANEL + block * LANES);
-        return layer.qkv_bias == nullptr ? sum : add(sum, load(layer.qkv_bias + first + block * LANES));
+        return clipped(layer, layer.qkv_bias == nullptr ? sum : add(sum, load(layer.qkv_bias + first + block * LANES)));
     };
     const int64_t* slots = slot_of_row_.data() + first_row;
     if (head >= shape.heads + shape.kv_heads) {
@@ -1695,8 +1737,10 @@ bool Engine::compute(const Model& model, const Step& step) {
     const int64_t sampled = step.sampled_count;
     float* hidden = hidden_.of<float>(rows * hidden_size);
     T* normed = normed_.of<T>(readable(rows) * padded_depth(hidden_size));
-    const int64_t beside_numbers = has_own_mlp_norms(model) ? readable(rows) * padded_depth(hidden_size) : 0;
-    const auto beside = rows_for<T>(beside_.of<T>(beside_numbers), rows, hidden_size);
+    const bool has_normed = has_layer(model, has_normed_experts), has_beside = has_normed || has_layer(model, has_own_mlp_norm);
+    const auto beside =
+        rows_for<T>(beside_.of<T>(has_beside ? readable(rows) * padded_depth(hidden_size) : 0), rows, hidden_size);
+    shared_.of<float>(has_normed ? rows * hidden_size : 0);
     float* qkv = qkv_.of<float>(rows * qkv_size_max);
     T* queries = queries_.of<T>(queries_max);
     make_room_for_latents<T>(model);
@@ -1864,7 +1908,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                             const int64_t n = (first_block + block) * LANES;
                             Lanes value = load(sums + row * PANEL + block * LANES);
                             if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
-                            store(qkv + (first_row + row) * size + place_in_qkv(shape, layer, n), value);
+                            store(qkv + (first_row + row) * size + place_in_qkv(shape, layer, n), clipped(layer, value));
                         }
                     }
                 };
@@ -1913,7 +1957,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (!layer.is_parallel) x = norm_rows(thread, hidden, rows, hidden_size, layer.mlp_norm, norm, normed);
             if (has_own_norm) x = beside;
             if (layer.experts != nullptr) {
-                mix(thread, model, layer, x, base, part);
+                mix(thread, model, layer, hidden, x, base, part);
                 if (sums_mlp) add_up(part, total);
                 if (is_mlp_normed)
                     add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale,

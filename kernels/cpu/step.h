@@ -40,11 +40,15 @@ enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
 // [hidden_size], or null. middle: intermediate size of an expert.
 // shared_gate_up, shared_down: the shared expert that every row uses, absent without blocks. shared_gate: [hidden_size], or
 // null.
+// router_norm, norm, output_norm, shared_output_norm: [hidden_size], or all are null. The first two normalize the hidden
+// state for the router and the experts. The others normalize the sum of the experts, and the result of the shared expert.
+// expert_scale: [count], multiplies the weights of experts, or null.
 constexpr int EXPERT_GROUPS_MAX = 64;
 struct Experts {
     Matrix router, shared_gate_up, shared_down;
     const Matrix *gate_up, *down;
     const float *shared_gate, *score_bias, *router_bias, *gate_up_bias, *down_bias;
+    const float *router_norm, *norm, *output_norm, *shared_output_norm, *expert_scale;
     int32_t count, own_first, own_count, per_token, normalizes, middle, shared_middle;
     int32_t scoring, group_count, groups_per_token, group_leaders, weighs_inputs;
     float scale;
@@ -127,7 +131,8 @@ struct StateSpan {
 // head_count, kv_head_count, head_dim: heads of attention. In latent attention, head_dim is that of the cache's keys.
 // has_temperature: nonzero scales queries by their position, see Model. rotary: index of the model's rotary embedding.
 // qk_norm: query_norm and key_norm have one number per number of a head (HEAD), or per number of a row. The latter
-// normalize each head (HEADS) or all heads together (ROW). Only HEAD has biases, if the model's norms have biases.
+// normalize each head (HEADS) or all heads together (ROW). has_turned_norms: nonzero normalizes heads after they are
+// rotated. clip: if not 0, queries, keys and values are limited to the range from -clip to clip. Only HEAD has biases, if the model's norms have biases.
 // is_parallel: nonzero if the MLP reads the same hidden state as attention: its norm with mlp_norm, or without mlp_norm
 // the input of attention. sinks: an extra score of each head in its softmax, padded
 // with 0 to a multiple of 16. query_factor: multiplies queries. score_cap: 0 is none. residual_scale: multiplies what is
@@ -141,8 +146,8 @@ struct Layer {
     const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm, *sinks;
     const float* activation_weights;  // alpha_p, alpha_n, beta and eps of xIELU, or null
     int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel, section, has_temperature;
-    int32_t head_count, kv_head_count, head_dim;
-    float query_factor, score_cap, residual_scale;
+    int32_t head_count, kv_head_count, head_dim, has_turned_norms;
+    float query_factor, score_cap, residual_scale, clip;
     const Experts* experts;
     const Recurrent* recurrent;
     const Latent* latent;

@@ -79,6 +79,8 @@ NATIVE = (
     ("gemma3n-biased", "bfloat16", "int8"),
     ("gemma4", "bfloat16", "none"),
     ("gemma4-inputs", "float32", "KV int8"),
+    ("gemma4-moe", "bfloat16", "int8"),
+    ("hunyuan-moe", "bfloat16", "none"),
     ("olmo2", "float32", "none"),
     ("cohere2", "bfloat16", "int8"),
     ("qwen2-moe", "bfloat16", "none"),

@@ -109,6 +109,8 @@ def conversation(driver: Any) -> dict[str, list[int]]:
         "gemma3n",
         "gemma4",
         "gemma4-inputs",
+        "gemma4-moe",
+        "hunyuan-dense",
         "qwen2-moe",
         "gpt-oss",
         "glm4-moe",

@@ -243,6 +243,39 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": VOCAB_SIZE,
         },
     ),
+    "gemma4-moe": (
+        "gemma4_text",
+        {
+            "head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 64,
+            "attention_k_eq_v": True,
+            "sliding_window": 8,
+            "layer_types": _MIXED,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "hunyuan-dense": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 50.0},
+        },
+    ),
+    "hunyuan-moe": (
+        "hunyuan_v1_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "moe_topk": [2, 3],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
     "gemma4-unified": (
         "gemma4_unified_text",
         {
@@ -298,6 +331,19 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"pad_token_id": 0, "original_max_position_embeddings": 512, "rope_parameters": _LONGROPE},
     ),
     "olmo": ("olmo", {"attention_bias": True}),
+    "dbrx": (
+        "dbrx",
+        {
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 512,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+            "attn_config": {"clip_qkv": 0.4, "kv_n_heads": 2, "rope_theta": 500_000.0},
+            "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 6, "moe_top_k": 3},
+        },
+    ),
+    "olmo-clipped": ("olmo", {"clip_qkv": 0.3}),
     "olmo2": ("olmo2", {}),
     "olmo3": (
         "olmo3",
@@ -434,7 +480,7 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 96,
             "num_attention_heads": 6,
             "layer_norm_epsilon": 1e-3,
-            "attn_config": {"softmax_scale": 0.3},
+            "attn_config": {"softmax_scale": 0.3, "clip_qkv": 0.4},
         },
     ),
     "falcon-grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),

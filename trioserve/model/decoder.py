@@ -130,8 +130,10 @@ class _Attention:
         kernels, attention = self._kernels, self._config
         qkv = self._qkv(normed, step.adapters)
         queries = qkv[:, : attention.query_size]
+        if attention.clip is not None:
+            qkv.clamp_(-attention.clip, attention.clip)
         head_norm = None
-        if self._head_norms is not None:
+        if self._head_norms is not None and not attention.has_turned_norms:
             head_norm = self._head_norms.in_rotation if shared is None else None
             if head_norm is None:
                 self._head_norms(qkv)
@@ -144,7 +146,15 @@ class _Attention:
                 values = keys_values[:, attention.key_size :].view(len(qkv), -1, attention.head_dim)
                 values.copy_(kernels.rms_norm(values, None, self._norm_eps))
             # Queries and keys are adjacent in memory, so one call normalizes and rotates both in place.
-            kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count, head_norm)
+            if attention.has_turned_norms and self._head_norms is not None:
+                heads = qkv[:, : attention.query_size + attention.key_size]
+                kernels.rotary_(heads.view(len(qkv), -1, attention.head_dim), *angles)
+                self._head_norms(qkv)
+                kernels.store_kv_(slots_of_layer, keys_values, step.slots)
+            else:
+                kernels.rotary_and_store_kv_(
+                    qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count, head_norm
+                )
         if attention.query_factor != 1.0:
             queries.mul_(attention.query_factor)
         if attention.temperature is not None:
@@ -189,10 +199,11 @@ class _Layer:
         hidden = config.hidden_size
         name = f"layers.{index}"
 
-        def norm(module: str, is_there: bool) -> Norm | None:
-            if not is_there:
-                return None
+        def made_norm(module: str) -> Norm:
             return Norm(f"{name}.{module}", hidden, config, kernels, dtype=dtype, device=device)
+
+        def norm(module: str, is_there: bool) -> Norm | None:
+            return made_norm(module) if is_there else None
 
         def linear(inputs: int, has_bias: bool, **outputs: int) -> Linear:
             named = {f"{name}.{module}": size for module, size in outputs.items()}
@@ -230,7 +241,16 @@ class _Layer:
         if isinstance(mlp, ExpertsConfig):
             experts = config.experts_of(index)
             self._mlp = Experts(
-                linear, name, hidden, mlp, experts, kernels, dtype=dtype, device=device, block_types=block_types
+                linear,
+                name,
+                hidden,
+                mlp,
+                experts,
+                kernels,
+                norm=made_norm,
+                dtype=dtype,
+                device=device,
+                block_types=block_types,
             )
         elif mlp is not None:
             self._mlp = Mlp(
@@ -330,7 +350,7 @@ class _Layer:
             [T, hidden_size], a product that is not yet added to hidden.
         """
         if self._attention is None:
-            return self._compute_mlp(_added(hidden, product, self._mlp_norm), step, sums)
+            return self._compute_mlp(_added(hidden, product, self._mlp_norm), hidden, step, sums)
         normed = _added(hidden, product, self._attention_norm)
         if isinstance(self._attention, _Attention):
             assert angles is not None
@@ -361,11 +381,14 @@ class _Layer:
         else:
             self._laurel.add_(hidden.add_(attended), normed)
             normed = _added(hidden, None, self._mlp_norm)
-        return self._compute_mlp(normed, step, sums)
+        return self._compute_mlp(normed, hidden, step, sums)
 
-    def _compute_mlp(self, normed: Tensor, step: StepTensors, sums: RankSums) -> Tensor:
+    def _compute_mlp(self, normed: Tensor, hidden: Tensor, step: StepTensors, sums: RankSums) -> Tensor:
         assert self._mlp is not None, "the caller has checked that there is an MLP"
-        product = self._mlp(normed, step.adapters)
+        if isinstance(self._mlp, Experts):
+            product = self._mlp(normed, step.adapters, hidden)
+        else:
+            product = self._mlp(normed, step.adapters)
         if self._part.sums_mlp:
             sums.add_(product)
         return self._scaled(_normed(product, self._mlp_output_norm))

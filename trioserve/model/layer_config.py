@@ -236,6 +236,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
             the same weights. "heads": each head is normalized with its own weights. "unit": each head is normalized
             without weights. "row": all heads of a row are normalized together. If the model's norms have biases, only
             "head" has biases.
+        has_turned_norms: queries and keys are normalized after they are rotated. Only for qk_norm "head".
+        clip: queries, keys and values are limited to the range from -clip to clip. None: there is no limit.
         has_value_norm: values of each head are normalized without weights.
         has_values_of_keys: the projection to values has the weights of the projection to keys.
         kv_from: index of an earlier layer whose keys and values this layer attends to. The layer then has only queries.
@@ -258,6 +260,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     has_bias: bool = False
     has_output_bias: bool = False
     qk_norm: QkNorm = "none"
+    has_turned_norms: bool = False
+    clip: float | None = None
     has_value_norm: bool = False
     has_values_of_keys: bool = False
     kv_from: int | None = None
@@ -294,6 +298,10 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
                 raise ModelLoadError("a layer's attention has both a window and sections, which is not supported")
         if self.score_cap is not None:
             check_positive("attn_logit_softcapping", self.score_cap)
+        if self.clip is not None:
+            check_positive("clip_qkv", self.clip)
+        assert not self.has_turned_norms or self.qk_norm == "head", "only norms of heads follow the rotation"
+        assert not self.has_turned_norms or self.kv_from is None, "rotated keys of another layer are normalized"
 
     @property
     def query_size(self) -> int:
@@ -457,6 +465,9 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         has_shared_gate: the result of the shared MLP is multiplied by the sigmoid of a token's product with a vector.
         weighs_inputs: weights multiply the inputs of experts instead of their outputs.
         has_gate: experts and the additional MLP have a gate, see MlpConfig.
+        has_own_norms: router, experts and the additional MLP read the hidden state through norms of their own. The
+            results of the experts and of the additional MLP are normalized before they are added. The weight of each
+            chosen expert is multiplied by a number of the expert.
     """
 
     expert_count: int
@@ -476,9 +487,11 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     has_shared_gate: bool = False
     weighs_inputs: bool = False
     has_gate: bool = True
+    has_own_norms: bool = False
 
     def __post_init__(self) -> None:
         assert self.has_gate or not self.has_bias, "experts without gates have no biases"
+        assert not self.has_own_norms or self.shared_size, "norms of two results need two results"
         check_count("the number of experts", self.expert_count, EXPERTS_MAX)
         check_count("the number of experts for each token", self.experts_per_token, self.expert_count)
         check_count("the experts' intermediate size", self.intermediate_size, DIMENSION_MAX)

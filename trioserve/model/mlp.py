@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.model.layer_config import XIELU_NUMBERS, Activation, ExpertsConfig
-from trioserve.model.layers import Linear, MakeLinear
+from trioserve.model.layers import Linear, MakeLinear, Norm
 from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
@@ -204,6 +204,7 @@ class Experts:
 
     Args:
         experts: experts of this rank.
+        norm: makes a norm of the layer, given its module.
         block_types: block types of the matrices that stay in 4 bits, by name.
     """
 
@@ -216,6 +217,7 @@ class Experts:
         experts: range,
         kernels: Kernels,
         *,
+        norm: Callable[[str], Norm],
         dtype: torch.dtype,
         device: torch.device,
         block_types: Mapping[str, str],
@@ -223,6 +225,12 @@ class Experts:
         self._mlp = mlp
         self._name = name
         self._kernels = kernels
+        self._norms: dict[str, Norm] = {}
+        self._expert_scale: Tensor | None = None
+        if mlp.has_own_norms:
+            modules = ("router_norm", "experts_norm", "experts_output_norm", "shared_output_norm")
+            self._norms = {module: norm(module) for module in modules}
+            self._expert_scale = torch.empty(mlp.expert_count, dtype=torch.float32, device=device)
         self._first, self._is_whole = experts.start, len(experts) == mlp.expert_count
         self._numbers = torch.arange(len(experts), device=device)
         self._router = linear(hidden, mlp.has_router_bias, router=mlp.expert_count)
@@ -266,11 +274,11 @@ class Experts:
         return {(each.inputs, each.outputs): each.of_first for each in (self._gate_up, self._down)}
 
     def slots(self) -> Iterator[TensorSlot]:
-        for part in (*self.linears, self._gate_up, self._down):
+        for part in (*self.linears, self._gate_up, self._down, *self._norms.values()):
             yield from part.slots()
-        bias = self._score_bias
-        if bias is not None:
-            yield TensorSlot(f"{self._name}.router.score_bias", tuple(bias.shape), bias.dtype, bias.copy_)
+        for kind, numbers in (("score_bias", self._score_bias), ("expert_scale", self._expert_scale)):
+            if numbers is not None:
+                yield TensorSlot(f"{self._name}.router.{kind}", tuple(numbers.shape), numbers.dtype, numbers.copy_)
 
     def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts for each row.
@@ -297,19 +305,29 @@ class Experts:
         if mlp.normalizes:
             # The small number avoids a division by 0, because all sigmoids of a row may be 0.
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if self._expert_scale is not None:
+            weights = weights * self._expert_scale[chosen]
         return weights * mlp.scale, chosen
 
-    def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def __call__(self, values: Tensor, adapters: AdapterRows | None = None, hidden: Tensor | None = None) -> Tensor:
         """Compute the mixture of experts.
 
         Args:
             values: [T, hidden_size].
             adapters: ignored, because adapters have no weights for experts.
+            hidden: [T, hidden_size], the rows before the norm whose results are `values`. Experts with norms of their
+                own need them.
 
         Returns:
             [T, hidden_size].
         """
-        weights, chosen = self._choose(values)
+        mixed = values
+        if self._norms:
+            assert hidden is not None, "experts with norms of their own read the hidden state"
+            weights, chosen = self._choose(self._norms["router_norm"](hidden))
+            mixed = self._norms["experts_norm"](hidden)
+        else:
+            weights, chosen = self._choose(values)
         if not self._is_whole:
             chosen = chosen - self._first
             is_foreign = (chosen < 0) | (chosen >= len(self._numbers))
@@ -317,7 +335,7 @@ class Experts:
             chosen = chosen.masked_fill(is_foreign, len(self._numbers))
         found, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(found, self._numbers, right=True, out_int32=True)
-        given = values.index_select(0, order // self._mlp.experts_per_token)
+        given = mixed.index_select(0, order // self._mlp.experts_per_token)
         if self._mlp.weighs_inputs:
             given.mul_(weights.flatten().index_select(0, order)[:, None].to(given.dtype))
             weights = torch.ones_like(weights)
@@ -327,8 +345,12 @@ class Experts:
         middle = activate(self._gate_up(given, ends), self._mlp.activation)
         products = torch.empty_like(given).index_copy_(0, order, self._down(middle, ends))
         result = self._kernels.weighted_sum(products.view(*chosen.shape, -1), weights)
+        if self._norms:
+            result = self._norms["experts_output_norm"](result)
         if self._shared is not None:
             shared = self._shared(values)
+            if self._norms:
+                shared = self._norms["shared_output_norm"](shared)
             if self._shared_gate is not None:
                 shared = self._shared_gate(values).double().sigmoid().to(shared.dtype) * shared
             result += shared

@@ -20,7 +20,6 @@ from trioserve.model.layer_config import (
     KVEntry,
     LatentAttentionConfig,
     LayerConfig,
-    MlpConfig,
     NormKind,
     RotaryConfig,
     Temperature,
@@ -215,7 +214,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         for index, layer in enumerate(self.layers):
             _check_kv_from(index, layer, self.layers)
             if self.streams is not None:
-                assert isinstance(layer.mlp, MlpConfig), "streams need layers with an MLP"
+                assert layer.mlp is not None, "streams need layers with an MLP"
                 assert layer.has_output_norms, "streams need layers with output norms"
         for token_id in (self.bos_token_id, *self.eos_token_ids):
             if token_id is not None and not 0 <= token_id < self.vocab_size:

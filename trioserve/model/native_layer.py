@@ -45,6 +45,14 @@ from trioserve_kernels.structs import (
     MatrixStruct,
 )
 
+# Norms of a mixture of experts, see ExpertsConfig.has_own_norms: their names in the kernels' struct, and our names.
+EXPERT_NORMS = {
+    "router_norm": "router_norm",
+    "norm": "experts_norm",
+    "output_norm": "experts_output_norm",
+    "shared_output_norm": "shared_output_norm",
+}
+
 __all__ = ["NativeLayer", "intermediate_sizes", "norm_slots", "norm_values", "padded_zeros"]
 
 
@@ -111,6 +119,10 @@ class NativeLayer:
         if isinstance(mlp, ExpertsConfig) and mlp.has_bias:
             count = len(self._own_experts)
             self.expert_biases = empty_float32(count * 2 * mlp.intermediate_size), empty_float32(count * hidden)
+        self._expert_norms: dict[str, Float32Array] = {}
+        if isinstance(mlp, ExpertsConfig) and mlp.has_own_norms:
+            self._expert_norms = {name: empty_float32(hidden) for name in EXPERT_NORMS}
+            self._expert_norms["expert_scale"] = empty_float32(mlp.expert_count)
         self._experts: ExpertsStruct | None = None
         self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
 
@@ -179,6 +191,8 @@ class NativeLayer:
                 "pairs_together": has_pairs_together(attention),
                 "qk_norm": QK_NORMS[attention.qk_norm],
                 "shares_kv": attention.kv_from is not None,
+                "has_turned_norms": attention.has_turned_norms,
+                "clip": attention.clip or 0.0,
             }
         if isinstance(mlp, MlpConfig) and mlp.cutoff is not None:
             own_fields |= {"has_cutoff": True, "cutoff": mlp.cutoff}
@@ -252,6 +266,7 @@ class NativeLayer:
             group_leaders=mlp.group_leaders,
             scale=mlp.scale,
             **shared,
+            **{name: address(values) for name, values in self._expert_norms.items()},
         )
 
     def _attention_biases(self, attention: AttentionConfig) -> tuple[tuple[str, Float32Array | None], ...]:
@@ -310,6 +325,9 @@ class NativeLayer:
             yield float32_slot(f"{name}.shared_gate.weight", self.shared_gate, (1, self.shared_gate.size))
         if self.score_bias is not None:
             yield float32_slot(f"{name}.router.score_bias", self.score_bias)
+        for module, place in self._expert_norms.items():
+            tensor = f"{EXPERT_NORMS[module]}.weight" if module in EXPERT_NORMS else "router.expert_scale"
+            yield float32_slot(f"{name}.{tensor}", place)
         is_latent = isinstance(attention, LatentAttentionConfig)
         is_unit = isinstance(attention, AttentionConfig) and attention.qk_norm == "unit"
         is_of_heads = isinstance(attention, AttentionConfig) and attention.qk_norm == "head"

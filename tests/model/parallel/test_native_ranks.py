@@ -41,6 +41,8 @@ FURTHER_KINDS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("gemma2", 2, {}),
     ("gemma3n", 2, {}),
     ("gemma4", 2, {}),
+    ("gemma4-moe", 2, {}),
+    ("hunyuan-moe", 2, {}),
     ("cohere2", 2, {}),
     ("gpt-neox", 2, {}),
     ("phi", 2, {}),

@@ -69,20 +69,20 @@ def _describe_mpt(fields: ModelFields) -> ModelConfig:
     """Describe MPT: norms and projections have no biases."""
     head_count, hidden_size = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     own = fields.group_or_none("attn_config")
-    slopes, scale = alibi_slopes(head_count), None
+    slopes, scale, clip = alibi_slopes(head_count), None, None
     if own is not None:
         if not own.flag_or("alibi", True):
             raise own.wrong("alibi", "true: learned positions of MPT are not supported")
-        for name in ("clip_qkv", "prefix_lm", "qk_ln"):
+        for name in ("prefix_lm", "qk_ln"):
             if not own.is_one_of(name, (None, False, 0, 0.0)):
                 raise own.wrong(name, "off: this variant is not supported")
         if not own.is_one_of("attn_type", (None, "multihead_attention")):
             raise own.wrong("attn_type", "'multihead_attention'")
         slopes = alibi_slopes(head_count, own.number_or("alibi_bias_max", 8.0))
-        scale = own.number_or("softmax_scale", None)
+        scale, clip = own.number_or("softmax_scale", None), own.number_or("clip_qkv", None) or None
     if not fields.flag_or("no_bias", True):
         raise fields.wrong("no_bias", "true: biases of MPT are not supported")
-    attention = fields.attention(kv_head_count=head_count, rotary=None, slopes=slopes, scale=scale)
+    attention = fields.attention(kv_head_count=head_count, rotary=None, slopes=slopes, scale=scale, clip=clip)
     size = fields.whole_or("expansion_ratio", 4) * hidden_size
     layer = LayerConfig(attention=attention, mlp=fields.plain_mlp("gelu", has_bias=False, size=size))
     return fields.described(

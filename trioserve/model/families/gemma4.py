@@ -1,7 +1,7 @@
 """Gemma 4 (language models only): layers with full attention have other heads than layers with a sliding window.
 
-In some models, each layer adds its own embedding of every token. The last layers may read the keys and values of an
-earlier layer.
+In some models, each layer adds its own embedding of every token, or has a mixture of experts beside its MLP. The last
+layers may read the keys and values of an earlier layer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Family, Naming
 from trioserve.model.families.gemma import MODULES, layers_of_shared_kv
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, RopeScaling, RotaryConfig
+from trioserve.model.layer_config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MlpConfig,
+    RopeScaling,
+    RotaryConfig,
+)
 from trioserve.model.loading.fields import Fields
-from trioserve.model.model_config import ModelConfig, StreamsConfig
+from trioserve.model.model_config import ModelConfig, RowFactors, StreamsConfig
 
 __all__ = ["GEMMA4", "GEMMA4_UNIFIED"]
 
@@ -32,8 +39,28 @@ def _describe(fields: ModelFields) -> ModelConfig:
     attentions = _attentions(fields)
     activation = fields.activation("hidden_activation", default="gelu_pytorch_tanh")
     size, is_wide = fields.whole("intermediate_size"), fields.flag_or("use_double_wide_mlp", False)
+    mlps: list[MlpConfig | ExpertsConfig] = [
+        MlpConfig(
+            intermediate_size=2 * size if is_wide and attention.kv_from is not None else size, activation=activation
+        )
+        for attention in attentions
+    ]
+    factors: tuple[RowFactors, ...] = ()
     if fields.flag_or("enable_moe_block", False):
-        raise fields.wrong("enable_moe_block", "false")
+        mlps = [
+            ExpertsConfig(
+                expert_count=fields.whole("num_experts"),
+                experts_per_token=fields.whole("top_k_experts"),
+                intermediate_size=fields.whole("moe_intermediate_size"),
+                normalizes=True,
+                activation=activation,
+                shared_size=mlp.intermediate_size,
+                has_own_norms=True,
+            )
+            for mlp in mlps
+        ]
+        hidden_size = fields.whole("hidden_size")
+        factors = (RowFactors(name="router_norm.weight", parts=((hidden_size, hidden_size**-0.5),)),)
     input_size = fields.whole_or("hidden_size_per_layer_input", 256)
     input_vocab_size = fields.whole_or("vocab_size_per_layer_input", 262_144)
     return fields.described(
@@ -41,15 +68,13 @@ def _describe(fields: ModelFields) -> ModelConfig:
         [
             LayerConfig(
                 attention=attention,
-                mlp=MlpConfig(
-                    intermediate_size=size if attention.kv_from is None or not is_wide else 2 * size,
-                    activation=activation,
-                ),
+                mlp=mlp,
                 has_output_norms=True,
                 has_scale=True,
             )
-            for attention in attentions
+            for attention, mlp in zip(attentions, mlps, strict=True)
         ],
+        row_factors=factors,
         context_tokens_max=fields.whole("max_position_embeddings"),
         embedding_scale=float(max(fields.whole("hidden_size"), 0)) ** 0.5,
         logit_cap=fields.number_or("final_logit_softcapping", None),
@@ -123,12 +148,24 @@ def _rotary(fields: ModelFields, head_dim: int, layer_type: str) -> RotaryConfig
     return RotaryConfig(theta=theta, rotated_dims=head_dim, scaling=scaling)
 
 
+MODULES_OF_EXPERTS = {
+    "router": "router.proj",
+    "router_norm.weight": "router.scale",
+    "router.expert_scale": "router.per_expert_scale",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_output_norm": "post_feedforward_layernorm_2",
+    "shared_output_norm": "post_feedforward_layernorm_1",
+    "experts.gate_proj.weight": "experts.gate_up_proj",
+    "experts.up_proj.weight": "experts.gate_up_proj",
+    "experts.down_proj.weight": "experts.down_proj",
+    **{f"shared.{part}_proj": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
 GEMMA4 = Family(
     name="gemma4",
     classes=("Gemma4ForCausalLM",),
     model_type="gemma4_text",
     describe=_describe,
-    transformers=Naming(modules=MODULES),
+    transformers=Naming(modules={**MODULES, **MODULES_OF_EXPERTS}),
     with_images=("Gemma4ForConditionalGeneration",),
 )
 GEMMA4_UNIFIED = Family(

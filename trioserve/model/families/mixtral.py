@@ -1,16 +1,17 @@
 """Mixtral: a Mistral whose MLPs are mixtures of experts. GGUF files call it a Llama with experts.
 
-MiniMax-M2 stores its experts under the same names.
+MiniMax-M2 stores its experts under the same names. DBRX has LayerNorm, and limits queries, keys and values.
 """
 
 from __future__ import annotations
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
-from trioserve.model.layer_config import LayerConfig
+from trioserve.model.layer_config import ExpertsConfig, LayerConfig, RotaryConfig
+from trioserve.model.loading.fields import Fields
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["MIXTRAL", "MINIMAX_M2"]
+__all__ = ["DBRX", "MIXTRAL", "MINIMAX_M2"]
 
 
 def _describe_mixtral(fields: ModelFields) -> ModelConfig:
@@ -71,4 +72,64 @@ MINIMAX_M2 = Family(
         }
     ),
     gguf=GgufNaming(architecture="minimax-m2"),
+)
+
+
+def _describe_dbrx(fields: ModelFields) -> ModelConfig:
+    own = fields.group_or_none("attn_config") or Fields({}, fields.source)
+    mixture = fields.group_or_none("ffn_config") or Fields({}, fields.source)
+    activation = mixture.group_or_none("ffn_act_fn")
+    if activation is not None and not activation.is_one_of("name", (None, "silu")):
+        raise activation.wrong("name", "'silu'")
+    if not mixture.is_one_of("moe_normalize_expert_weights", (None, 1, 1.0)):
+        raise mixture.wrong("moe_normalize_expert_weights", "1 or null")
+    head_dim = fields.head_dim()
+    rotary = fields.rotary(head_dim)
+    if (theta := own.number_or("rope_theta", None)) is not None:  # Published configs have theta here.
+        rotary = RotaryConfig(theta=theta, rotated_dims=head_dim, scaling=rotary.scaling)
+    layer = LayerConfig(
+        attention=fields.attention(
+            kv_head_count=own.whole_or("kv_n_heads", 1), rotary=rotary, clip=own.number_or("clip_qkv", None)
+        ),
+        mlp=ExpertsConfig(
+            expert_count=mixture.whole_or("moe_num_experts", 4),
+            experts_per_token=mixture.whole_or("moe_top_k", 1),
+            intermediate_size=mixture.whole_or("ffn_hidden_size", 3584),
+            normalizes=not mixture.is_null("moe_normalize_expert_weights"),
+        ),
+    )
+    return fields.described("dbrx", [layer] * fields.layer_count, norm="layer", norm_eps=1e-5)
+
+
+DBRX = Family(
+    name="dbrx",
+    classes=("DbrxForCausalLM", "DBRXForCausalLM"),
+    model_type="dbrx",
+    spellings={
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "max_position_embeddings": "max_seq_len",
+    },
+    notes=(
+        *("attn_config.attn_pdrop", "emb_pdrop", "ffn_config.hidden_size", "ffn_config.moe_jitter_eps"),
+        *("ffn_config.moe_loss_weight", "num_key_value_heads"),
+    ),
+    describe=_describe_dbrx,
+    transformers=Naming(
+        layers="transformer.blocks",
+        modules={
+            "embed": "transformer.wte",
+            "norm": "transformer.norm_f",
+            "attention_norm": "norm_attn_norm.norm_1",
+            "mlp_norm": "norm_attn_norm.norm_2",
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "norm_attn_norm.attn.Wqkv"),
+            "o_proj": "norm_attn_norm.attn.out_proj",
+            "router": "ffn.router.layer",
+            "experts.gate_proj.weight": "ffn.experts.mlp.w1",
+            "experts.up_proj.weight": "ffn.experts.mlp.v1",
+            "experts.down_proj.weight": "ffn.experts.mlp.w2",
+        },
+        turned=("experts.down_proj",),
+    ),
 )

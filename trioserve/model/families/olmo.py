@@ -21,7 +21,9 @@ __all__ = ["FLEX_OLMO", "OLMO", "OLMO2", "OLMO3", "OLMOE", "OLMO_HYBRID"]
 
 def _describe_olmo(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
-    layer = LayerConfig(attention=fields.attention(has_bias=has_bias, has_output_bias=has_bias), mlp=fields.mlp())
+    clip = fields.number_or("clip_qkv", None)
+    attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias, clip=clip)
+    layer = LayerConfig(attention=attention, mlp=fields.mlp())
     return fields.described("olmo", (layer,) * fields.layer_count, norm="layer_bare", norm_eps=1e-5)
 
 

@@ -38,14 +38,14 @@ from trioserve.model.families.gpt_neox import (
 )
 from trioserve.model.families.gpt_oss import GPT_OSS
 from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, HYPERCLOVAX
-from trioserve.model.families.hunyuan import HY_V3
+from trioserve.model.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY_V3
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
 from trioserve.model.families.llama import CWM, ERNIE45, ERNIE45_MOE, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
 from trioserve.model.families.llama4 import LLAMA4
 from trioserve.model.families.mamba import FALCON_MAMBA, JAMBA, MAMBA
 from trioserve.model.families.mamba2 import BAMBA, MAMBA2
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
-from trioserve.model.families.mixtral import MINIMAX_M2, MIXTRAL
+from trioserve.model.families.mixtral import DBRX, MINIMAX_M2, MIXTRAL
 from trioserve.model.families.nemotron_h import NEMOTRON_H
 from trioserve.model.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from trioserve.model.families.phi import PHI3
@@ -113,6 +113,7 @@ FAMILIES: tuple[Family, ...] = (
     BLOOM,
     MPT,
     MIXTRAL,
+    DBRX,
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
@@ -138,6 +139,8 @@ FAMILIES: tuple[Family, ...] = (
     COHERE2_MOE,
     AFMOE,
     FLEX_OLMO,
+    HUNYUAN_DENSE,
+    HUNYUAN_MOE,
     HY_V3,
     MELLUM,
     QWEN25_VL,

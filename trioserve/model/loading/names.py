@@ -453,6 +453,9 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
         elif attention.qk_norm not in ("none", "unit"):
             norms += [("q_norm", sizes[0])] + [("k_norm", sizes[1])] * (attention.kv_from is None)
     norms += [("laurel_norm", hidden)] if layer.laurel_rank else []
+    if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_own_norms:
+        modules = ("router_norm", "experts_norm", "experts_output_norm", "shared_output_norm")
+        norms += [(module, hidden) for module in modules]
     recurrent = layer.recurrent
     if isinstance(recurrent, StateSpaceConfig) and recurrent.norm != "none":
         norms += [("gate_norm", recurrent.inner_size)]
@@ -472,6 +475,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
         shapes.append(("state.time_step_bias", channels))
     if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_score_bias:
         shapes.append(("router.score_bias", (layer.mlp.expert_count,)))
+    if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_own_norms:
+        shapes.append(("router.expert_scale", (layer.mlp.expert_count,)))
     if isinstance(layer.mlp, MlpConfig) and layer.mlp.activation == "xielu":
         shapes += [(f"xielu.{number}", (1,)) for number in XIELU_NUMBERS]
     if layer.laurel_rank:

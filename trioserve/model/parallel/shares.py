@@ -225,6 +225,7 @@ WHOLE_OF_LAYERS = (
     "stream_correction",
     "streams.scale",
     "layer.scale",
+    *("router_norm", "experts_norm", "experts_output_norm", "shared_output_norm", "router.expert_scale"),
     "input_gate",
     "input_proj",
     "input_norm",
@@ -371,7 +372,7 @@ class _Divider:
             return None, {}, False, None
         if isinstance(mlp, ExpertsConfig):
             # In a parallel layer, MLP and attention are added in the same sum, so either both or none are divided.
-            divides = divides_mixer or not layer.is_parallel
+            divides = (divides_mixer or not layer.is_parallel) and not mlp.has_own_norms
             experts = _experts_of(mlp, place) if self._expert_parallel and divides else None
             found = _mixture(mlp, place, experts) if divides else None
             if found is not None:
