@@ -60,20 +60,27 @@ def model_spec(model: HostedModelOptions, common: Mapping[str, Any], *, keep_ali
         StartupError: an option is wrong, or the model cannot be read.
     """
     seconds = keep_alive if model.keep_alive is None else model.keep_alive
+    sizes: dict[str, int] = {}
     if model.memory is not None:
-        byte_count = int(model.memory * GIB)
+        sizes["bytes"] = int(model.memory * GIB)
     else:
         known = options_of(EngineOptions)
         own = {name: value for name, value in model.engine.items() if name in known}
         options = engine_options_of(HostedModelOptions(name=model.name, path=model.path, engine=own), common)
         try:
-            byte_count = estimate_model(resolve_model(model.path), options.model_settings()).total_bytes
+            estimate = estimate_model(resolve_model(model.path), options.model_settings())
         except TrioserveError as error:
             raise StartupError(f'the hosted model "{model.name}" cannot be read: {error}') from None
+        sizes["bytes"] = estimate.total_bytes
+        if estimate.device == "cpu" and estimate.kv_tokens:  # Otherwise, the cache keeps its size.
+            tokens = sizes["kv_block_tokens"] = options.block_size
+            sizes["kv_blocks"] = estimate.kv_tokens // tokens
+            sizes["kv_blocks_min"] = min(-(-estimate.context_tokens_max // tokens), sizes["kv_blocks"])
+            sizes["kv_block_bytes"] = estimate.kv_token_bytes * tokens
     return ModelSpec(
         name=model.name,
-        bytes=byte_count,
         adapters=model.adapters,
+        **sizes,
         keep_alive_seconds=math.inf if seconds is None else seconds,
         is_pinned=model.pinned,
     )
@@ -193,6 +200,7 @@ async def open_engines(
     ]
     settings = HostedModelsSettings(memory_bytes=memory_budget(memory), turn_seconds=turn, loads_max=max_loads)
     runs = ModelRuns[Engine](settings, specs, partial(_run_engine, configured))
+    runs.resize = Engine.limit_kv_cache
     for model in hosted:
         if model.preload:
             runs.load(model.name)

@@ -44,6 +44,20 @@ async def test_engines_take_turns_in_the_memory_and_leave_nothing():
     assert threading.active_count() <= threads + 2  # Trio keeps idle worker threads for a while.
 
 
+async def test_two_engines_fit_when_the_cache_of_one_becomes_smaller():
+    models = {"a": {"model": "smollm2", "max_model_len": 2048}, "b": MODELS["b"]}
+    async with trioserve.open_engines(models, **(SMALL | {"memory": 1.3, "kv_cache_memory": 0.5})) as engines:
+        full = engines.statuses()["a"].bytes
+        async with engines.engine("a") as a:
+            first, blocks = await said(a), a.stats().blocks_total
+        async with engines.engine("b") as b, engines.engine("a") as same:
+            assert same is a
+            assert a.stats().blocks_total < blocks
+            assert await said(b) == await said(a) == first
+        assert engines.statuses()["a"].bytes < full
+        assert engines.held_bytes <= 1.3 * 2**30
+
+
 async def test_opening_is_cancelled_when_the_last_caller_leaves():
     async with trioserve.open_engines(MODELS, **SMALL) as engines:
         with trio.move_on_after(0.01):

@@ -37,6 +37,7 @@ class Models:
         loads: Names of the models in the order of their loads.
         failures: Reasons of loads that fail, by model.
         progress: Function by model that reports the progress of its load.
+        sizes: Options of the servers.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class Models:
         self.failures: dict[str, str] = {}
         self.streams: dict[str, object] = {}
         self.progress: dict[str, Callable[[str, float | None], None]] = {}
+        self.sizes: dict[str, int] = {}
 
     async def run_model(self, name, *, on_loaded, on_progress, stopping):
         self.loads.append(name)
@@ -56,7 +58,7 @@ class Models:
         crash = self.crashes[name] = trio.Event()
         adapters = [adapter for adapter in self.host.served_names - self.host.names if self.host.base(adapter) == name]
         modules = tuple(f"{adapter}=/{adapter}" for adapter in adapters)
-        async with open_memory_server(lora_modules=modules) as server, trio.open_nursery() as nursery:
+        async with open_memory_server(lora_modules=modules, **self.sizes) as server, trio.open_nursery() as nursery:
 
             async def end(event: trio.Event) -> None:
                 await event.wait()
@@ -126,6 +128,18 @@ async def test_first_request_loads_its_model_once_for_all_that_wait(autojump_clo
         assert (models.host.status("a").leases, models.host.status("a").waiting) == (0, 0)
         assert await (await models.router.client().post(PATH, body("a"))).head() == 200
         assert models.loads == ["a"]
+        await models.router.assert_all_free()
+
+
+async def test_cache_of_an_idle_model_becomes_smaller_for_a_model_that_waits(autojump_clock):
+    cache = {"kv_blocks": 64, "kv_blocks_min": 32, "kv_block_bytes": 1, "kv_block_tokens": 4}
+    async with open_models(spec("a", bytes=80, **cache), spec("b")) as models:
+        models.sizes = {"block_count": 64, "max_model_len": 128}
+        for name in "aba":
+            assert await (await models.router.client().post(PATH, body(name))).head() == 200
+        assert models.loads == ["a", "b"]
+        assert models.servers["a"].engine.stats().blocks_total == 44
+        assert (models.host.held_bytes, models.host.status("a").bytes) == (100, 60)
         await models.router.assert_all_free()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest, Overloaded, StartupError
-from trioserve.router.hosted_models import HostedModels, ModelOrder, ModelSpec, ModelState
+from trioserve.router.hosted_models import HostedModels, ModelOrder, ModelResize, ModelSpec, ModelState
 from trioserve.router.settings import HostedModelsSettings
 
 
@@ -172,3 +172,69 @@ def test_operator_unloads_a_busy_model_after_its_last_request():
     assert models.decide(4) == []
     models.release(lease, 5)
     assert states(models.decide(5)) == [("a", "unloading")]
+
+
+def cached(name: str, size: int = 10, **fields) -> ModelSpec:
+    return spec(name, size, kv_blocks=6, kv_blocks_min=2, kv_block_bytes=1, kv_block_tokens=16, **fields)
+
+
+def test_caches_of_idle_models_become_smaller_before_a_model_is_unloaded():
+    models = models_of(cached("a"), cached("b"), spec("c", 7), memory=21)
+    models.release(load(models, "a", 0), 1)
+    models.release(load(models, "b", 2), 3)
+    models.wait("c", 4)
+    reason = "c needs its memory"
+    assert models.decide(4) == [ModelResize("a", 2, 32, reason), ModelResize("b", 4, 64, reason)]
+    assert models.decide(4) == []
+    assert models.held_bytes == 20
+    models.on_resized("b", 5)
+    assert models.decide(5) == []
+    models.on_resized("a", 6)
+    assert states(models.decide(6)) == [("c", "loading")]
+    assert models.held_bytes == 21
+
+
+def test_idle_model_is_unloaded_if_the_caches_are_not_enough():
+    models = models_of(cached("a"), cached("b"), spec("c", 12), memory=20)
+    models.release(load(models, "a", 0), 1)
+    models.release(load(models, "b", 2), 3)
+    models.wait("c", 4)
+    assert models.decide(4) == [
+        ModelResize("b", 2, 32, "c needs its memory"),
+        ModelOrder("a", ModelState.UNLOADING, "c needs its memory"),
+    ]
+
+
+def test_cache_of_a_busy_model_becomes_larger_again_after_a_turn():
+    models = models_of(cached("a"), spec("b", 3), memory=10, turn_seconds=10)
+    load(models, "a", 0)
+    models.wait("b", 5)
+    [order] = models.decide(5)
+    assert order == ModelResize("a", 3, 48, "b needs its memory")
+    models.on_resized("a", 6)
+    models.decide(6)
+    models.on_loaded("b", 7)
+    models.release(models.lease("b", 7), 8)
+    models.request_unload("b", 9)
+    models.on_unloaded("b", 10)
+    assert (models.decide(10), models.next_at(10)) == ([], 15)
+    assert models.decide(15) == [ModelResize("a", 6, 96, "memory is free")]
+    assert models.held_bytes == 10
+
+
+def test_cache_that_failed_to_change_keeps_its_size():
+    models = models_of(cached("a"), spec("b", 3), memory=10)
+    models.release(load(models, "a", 0), 1)
+    models.wait("b", 5)
+    models.decide(5)
+    models.on_resized("a", 6, has_failed=True)
+    assert models.held_bytes == 10
+    assert states(models.decide(6)) == [("a", "unloading")]
+
+
+def test_pinned_model_keeps_its_cache():
+    models = models_of(cached("a", is_pinned=True), spec("b", 3), memory=10)
+    models.decide(0)
+    models.on_loaded("a", 1)
+    with pytest.raises(InvalidRequest, match="models may have 0"):
+        models.wait("b", 2)

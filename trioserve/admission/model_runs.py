@@ -10,23 +10,25 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import trio
 
-from trioserve.contracts.errors import NoEndpoint
+from trioserve.contracts.errors import NoEndpoint, TrioserveError
 from trioserve.router.hosted_models import (
     HostedModel,
     HostedModels,
     ModelLease,
     ModelOrder,
+    ModelResize,
     ModelSpec,
     ModelState,
 )
 from trioserve.router.settings import HostedModelsSettings
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["ModelRuns", "ModelStatus", "RunModel"]
@@ -72,7 +74,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         activity: what a load does at the moment, such as "loading chat". None: nothing is loaded, or it is unknown.
         progress: share of the activity that is done, from 0 to 1. None: it is unknown.
         state_seconds: time since the last change of the state.
-        bytes: memory that the model may use while it is loaded.
+        bytes: memory that the model may use. A KV cache that was made smaller for another model counts less.
         waiting: requests that wait for the model.
         leases: requests that use the model.
         unloads_in_seconds: time until the model is unloaded if it stays idle. None: it is in use, not loaded, or never
@@ -106,6 +108,7 @@ class _Run(Generic[LoadedT]):
         self.name = name
         self.stopping = trio.Event()
         self.loaded: LoadedT | None = None
+        self.resizing = trio.Lock()
         self.progress: tuple[str | None, float | None] = None, None
 
     def note_progress(self, activity: str, share: float | None) -> None:
@@ -127,6 +130,8 @@ class ModelRuns(Generic[LoadedT]):
         on_order: called with each order for a loaded model: LOADED (also after a load), DRAINING or UNLOADING.
         on_ended: called with a loaded model that ended without an order.
         on_refused: called after a failed load, with the error for all requests that wait for the model.
+        resize: changes the KV cache of a loaded model to a number of tokens, and returns when the memory of the rest is
+            free. Any error means that the cache keeps its size. Required if the cache of a model may change.
         on_load_time: called with the seconds of each finished load.
         loads_total: finished loads, by model.
         failures_total: failed loads and crashes, by model.
@@ -143,6 +148,7 @@ class ModelRuns(Generic[LoadedT]):
         self.on_order: Callable[[ModelState, LoadedT], None] = lambda state, loaded: None
         self.on_ended: Callable[[LoadedT], None] = lambda loaded: None
         self.on_refused: Callable[[str, NoEndpoint], None] = lambda name, error: None
+        self.resize: Callable[[LoadedT, int], Awaitable[None]] | None = None
         self.on_load_time: Callable[[float], object] = lambda seconds: None
         self._run_model = run_model
         self._models = HostedModels(settings, specs)
@@ -342,7 +348,7 @@ class ModelRuns(Generic[LoadedT]):
             activity=activity,
             progress=progress,
             state_seconds=max(0.0, now - max(model.changed_at, self._begun_at)),
-            bytes=model.spec.bytes,
+            bytes=model.bytes,
             waiting=model.waiting_count,
             leases=len(model.leases),
             unloads_in_seconds=max(0.0, model.idle_until - now) if idles else None,
@@ -363,7 +369,11 @@ class ModelRuns(Generic[LoadedT]):
 
     # --- orders ---
 
-    def _follow(self, order: ModelOrder) -> None:
+    def _follow(self, order: ModelOrder | ModelResize) -> None:
+        if isinstance(order, ModelResize):
+            assert self._nursery is not None, "orders are followed only inside of run"
+            self._nursery.start_soon(self._resize, self._runs[order.name], order)
+            return
         name, state = order.name, order.state
         self._reasons[name] = order.reason
         logger.info("model %s model=%s reason=%s", state.value, name, order.reason)
@@ -411,6 +421,27 @@ class ModelRuns(Generic[LoadedT]):
                     self.check(name)
                 except NoEndpoint as error:
                     self.on_refused(name, error)
+        self._changed.set()
+
+    async def _resize(self, run: _Run[LoadedT], order: ModelResize) -> None:
+        """Change the KV cache of a loaded model, after earlier changes."""
+        name, error = run.name, None
+        logger.info("KV cache changes model=%s tokens=%s reason=%s", name, order.kv_tokens, order.reason)
+        async with run.resizing:
+            if self._runs.get(name) is not run:
+                return  # The model ended in the meantime.
+            assert self.resize is not None, "a model whose cache may change needs resize"
+            assert run.loaded is not None, "only loaded models change their cache"
+            try:
+                with errors_unwrapped():
+                    await self.resize(run.loaded, order.kv_tokens)
+            except TrioserveError as raised:
+                error = raised
+        if self._runs.get(name) is not run:
+            return
+        if error is not None:
+            logger.warning("KV cache keeps its size model=%s reason=%s", name, error)
+        self._models.on_resized(name, trio.current_time(), has_failed=error is not None)
         self._changed.set()
 
     def _reason(self, model: HostedModel, now: float) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trioserve.admission.model_runs import ModelRuns
 from trioserve.contracts.endpoint import RoutedRequest
-from trioserve.contracts.errors import NoEndpoint
+from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
 from trioserve.proxy.fleet import EndpointSpec, Fleet
 from trioserve.router.hosted_models import ModelLease, ModelState
 from trioserve.router.ticket import Ticket, TicketState
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelHost"]
 
+ANSWER_BYTES_MAX = 65_536
 SOURCE = "hosted"
 """Name of the source of the endpoints, in the list of endpoints."""
 
@@ -43,6 +44,7 @@ class ModelHost:
         models.on_order = self._follow
         models.on_ended = self._drain
         models.on_refused = self._refuse_waiting
+        models.resize = self._resize
         fleet.dispatch.host(models.served_names, on_enter=self._note_enter, on_state=self._note_state)
 
     def show(self, metrics: Metrics) -> None:
@@ -112,6 +114,15 @@ class ModelHost:
 
     def _drain(self, spec: EndpointSpec) -> None:
         self._fleet.drain(spec.endpoint_id)
+
+    async def _resize(self, spec: EndpointSpec, tokens: int) -> None:
+        if spec.endpoint_id not in self._fleet.specs():
+            raise EndpointLost("the model is being unloaded")
+        remote = self._fleet.remote(spec.endpoint_id)
+        async with remote.request("POST", f"/kv_cache?tokens={tokens}", [], b"") as response:
+            answer = await response.whole(ANSWER_BYTES_MAX) or b""
+            if response.status != 200:
+                raise InvalidRequest(f"status {response.status}: {answer[:500].decode('utf-8', 'replace')}")
 
     def _refuse_waiting(self, name: str, error: NoEndpoint) -> None:
         for admission in self._fleet.dispatch.live_admissions():

@@ -1,8 +1,15 @@
 """Decides which models of one server are loaded, within one memory budget.
 
 A request for a model waits until the model is loaded, and then holds a lease on it. A model with leases is never
-unloaded. If memory is short, idle models are unloaded first. A busy model must give way to one that waits, but only
-after both have waited or run for `turn_seconds`: it then gets no new leases, and is unloaded after its last lease.
+unloaded. If memory is short, it is taken in this order, each from the least valuable model on:
+
+1. KV caches of idle models become smaller. What they contain is lost.
+2. Idle models are unloaded.
+3. KV caches of busy models become smaller, when the requests that use the last blocks have ended.
+4. A busy model gives way to one that waits, but only after both have waited or run for `turn_seconds`: it then gets no
+   new leases, and is unloaded after its last lease.
+
+The KV cache of a busy model becomes larger again when no model waits for memory, `turn_seconds` after its last change.
 
     UNLOADED ──a request waits──► LOADING ──on_loaded──► LOADED ──memory is needed──► DRAINING
         ▲                            │ no request waits     │ idle for keep_alive_seconds │ last lease released
@@ -23,7 +30,7 @@ import msgspec
 from trioserve.contracts.errors import InvalidRequest, NoEndpoint, StartupError
 from trioserve.router.settings import HostedModelsSettings
 
-__all__ = ["HostedModel", "HostedModels", "ModelLease", "ModelOrder", "ModelSpec", "ModelState"]
+__all__ = ["HostedModel", "HostedModels", "ModelLease", "ModelOrder", "ModelResize", "ModelSpec", "ModelState"]
 
 RETRY_SECONDS: Final = 5.0  # The first failed load is repeated after this time, each further one after twice the time.
 RETRY_SECONDS_MAX: Final = 300.0
@@ -61,17 +68,34 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         name: name of the model.
         adapters: names of its LoRA adapters. A request for an adapter is a request for the model.
         bytes: memory of weights, KV cache and everything else, which the loaded model never exceeds.
+        kv_blocks: blocks of the KV cache, which are a part of this memory.
+        kv_blocks_min: smallest number of blocks.
+        kv_block_bytes: memory that is free for each block less. 0: the cache keeps its size.
+        kv_block_tokens: tokens of a block.
         load_seconds: estimated time of a load. It is measured from the first load on.
         keep_alive_seconds: an idle model is unloaded after this time. It counts from the end of the last request.
-        is_pinned: True if the model is loaded at the start and never unloaded for another model or for being idle.
+        is_pinned: True if the model is loaded at the start, is never unloaded for another model or for being idle, and
+            keeps the size of its KV cache.
     """
 
     name: str
     bytes: int
     adapters: tuple[str, ...] = ()
+    kv_blocks: int = 0
+    kv_blocks_min: int = 0
+    kv_block_bytes: int = 0
+    kv_block_tokens: int = 1
     load_seconds: float = 1.0
     keep_alive_seconds: float = math.inf
     is_pinned: bool = False
+
+    def bytes_with(self, kv_blocks: int) -> int:
+        """Return the memory of the loaded model with a smaller KV cache.
+
+        Args:
+            kv_blocks: blocks of the cache.
+        """
+        return self.bytes - (self.kv_blocks - kv_blocks) * self.kv_block_bytes
 
 
 class ModelOrder(msgspec.Struct, frozen=True):
@@ -86,6 +110,22 @@ class ModelOrder(msgspec.Struct, frozen=True):
 
     name: str
     state: ModelState
+    reason: str
+
+
+class ModelResize(msgspec.Struct, frozen=True):
+    """An order to change the KV cache of a loaded model. The caller reports its end with `on_resized`.
+
+    Attributes:
+        name: the model.
+        kv_blocks: new number of blocks.
+        kv_tokens: tokens of these blocks.
+        reason: reason for users.
+    """
+
+    name: str
+    kv_blocks: int
+    kv_tokens: int
     reason: str
 
 
@@ -111,6 +151,10 @@ class HostedModel:
             a pinned model are repeated.
         must_unload: True if an operator requested to unload the model, until it is unloaded.
         leases: open leases.
+        kv_blocks: blocks of the KV cache that the model may use. During a change, it is the larger number.
+        wanted_blocks: blocks after the ordered changes of the cache.
+        resized_at: time of the last order to change the KV cache.
+        is_fixed: True if a change of the KV cache failed, until the model is unloaded.
         changed_at: time of the last change of `state`.
         used_at: time at which the last lease ended, or at which the model was loaded.
         keep_alive_seconds: an idle model is unloaded after this time. At first, it is the value of the description.
@@ -125,18 +169,22 @@ class HostedModel:
         "changed_at",
         "failure",
         "failure_count",
+        "is_fixed",
         "is_requested",
         "keep_alive_seconds",
+        "kv_blocks",
         "leases",
         "load_seconds",
         "loaded_at",
         "must_unload",
+        "resized_at",
         "retry_at",
         "spec",
         "state",
         "used_at",
         "waiting_count",
         "waiting_since",
+        "wanted_blocks",
     )
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -147,6 +195,9 @@ class HostedModel:
         self.is_requested = False
         self.must_unload = False
         self.leases: set[ModelLease] = set()
+        self.kv_blocks = self.wanted_blocks = spec.kv_blocks
+        self.resized_at = -math.inf
+        self.is_fixed = False
         self.changed_at = 0.0
         self.used_at = 0.0
         self.loaded_at = 0.0
@@ -160,6 +211,22 @@ class HostedModel:
     def is_idle(self) -> bool:
         """True if no request needs the model."""
         return not self.leases and not self.waiting_count
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the model may use while it is not UNLOADED."""
+        return self.spec.bytes_with(self.kv_blocks)
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Memory that the model may use after the ordered changes of its KV cache."""
+        return self.spec.bytes_with(self.wanted_blocks)
+
+    @property
+    def can_shrink(self) -> bool:
+        """True if the KV cache may become smaller now."""
+        is_free = self.state is LOADED and not self.is_fixed and self.spec.kv_block_bytes > 0
+        return is_free and self.wanted_blocks > self.spec.kv_blocks_min
 
     @property
     def idle_until(self) -> float:
@@ -188,7 +255,9 @@ class HostedModel:
         self.state = state
         self.changed_at = now
         if state is UNLOADED:
-            self.must_unload = False
+            self.must_unload = self.is_fixed = False
+            self.kv_blocks = self.wanted_blocks = self.spec.kv_blocks
+            self.resized_at = -math.inf
 
 
 class HostedModels:
@@ -225,7 +294,7 @@ class HostedModels:
     @property
     def held_bytes(self) -> int:
         """Memory of all models that are not UNLOADED."""
-        return sum(model.spec.bytes for model in self if model.state is not UNLOADED)
+        return sum(model.bytes for model in self if model.state is not UNLOADED)
 
     # --- requests ---
 
@@ -370,6 +439,20 @@ class HostedModels:
         """
         self._models[name].change(UNLOADED, now)
 
+    def on_resized(self, name: str, now: float, *, has_failed: bool = False) -> None:
+        """Note that the KV cache of a model has the ordered size, or that it keeps its size.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+            has_failed: True if the size cannot be changed.
+        """
+        model = self._models[name]
+        if has_failed:
+            model.is_fixed = True
+            model.wanted_blocks = model.kv_blocks
+        model.kv_blocks = model.wanted_blocks
+
     def request_load(self, name: str, now: float) -> None:
         """Load a model for an operator, as if a request waited for it.
 
@@ -409,13 +492,13 @@ class HostedModels:
 
     # --- decisions ---
 
-    def decide(self, now: float) -> list[ModelOrder]:
+    def decide(self, now: float) -> list[ModelOrder | ModelResize]:
         """Return the orders that follow from the present state. The states already have the ordered values.
 
         Args:
             now: time in seconds.
         """
-        orders = []
+        orders: list[ModelOrder | ModelResize] = []
         for model in self:
             if model.state is LOADING and not (model.waiting_count or model.is_requested):
                 orders.append(self._order(model, UNLOADING, now, "no request waits for it any more"))
@@ -428,6 +511,12 @@ class HostedModels:
             for model in self:
                 if model.state is DRAINING and not model.must_unload:
                     orders.append(self._order(model, LOADED, now, "no other model needs its memory any more"))
+            for model in self._growing():
+                free_bytes = self._settings.memory_bytes - self.held_bytes
+                count = min(model.spec.kv_blocks, model.kv_blocks + free_bytes // model.spec.kv_block_bytes)
+                if count > model.kv_blocks and now >= model.resized_at + self._settings.turn_seconds:
+                    model.kv_blocks = count  # The memory belongs to the model from the order on.
+                    orders.append(self._resize(model, count, now, "memory is free"))
         loading_count = sum(model.state is LOADING for model in self)
         for model in wanted:
             lacking_bytes = self.held_bytes + model.spec.bytes - self._settings.memory_bytes
@@ -452,7 +541,9 @@ class HostedModels:
         times = [model.idle_until for model in self if model.state is LOADED and model.is_idle]
         times += [model.retry_at for model in self if model.state is UNLOADED and model.waiting_since is not None]
         head = next(iter(self._wanted(now)), None)
-        if head is not None and head.waiting_since is not None:
+        if head is None:
+            times += [model.resized_at + self._settings.turn_seconds for model in self._growing()]
+        elif head.waiting_since is not None:
             times.append(head.waiting_since + self._settings.turn_seconds)
             times += [model.changed_at + self._settings.turn_seconds for model in self if model.state is LOADED]
         return min((time for time in times if time > now), default=math.inf)
@@ -468,26 +559,53 @@ class HostedModels:
         ]
         return sorted(models, key=lambda model: (model.waiting_since, model.spec.name))
 
-    def _free(self, wanted: HostedModel, lacking_bytes: int, now: float) -> list[ModelOrder]:
-        """Choose loaded models that give way, if that frees enough memory."""
-        lacking_bytes -= sum(model.spec.bytes for model in self if model.state in (UNLOADING, DRAINING))
+    def _free(self, wanted: HostedModel, lacking_bytes: int, now: float) -> list[ModelOrder | ModelResize]:
+        """Choose caches that become smaller and models that give way, if that frees enough memory."""
+        lacking_bytes -= sum(model.bytes for model in self if model.state in (UNLOADING, DRAINING))
+        lacking_bytes -= sum(model.bytes - model.bytes_to_come for model in self if model.state is LOADED)
         assert wanted.waiting_since is not None
         can_turn_at = wanted.waiting_since + self._settings.turn_seconds
         loaded = [model for model in self if model.state is LOADED and not model.spec.is_pinned]
         idle = sorted((model for model in loaded if model.is_idle), key=_value)
-        busy = [model for model in loaded if not model.is_idle and now >= can_turn_at]
-        busy = [model for model in busy if now >= model.changed_at + self._settings.turn_seconds]
-        busy.sort(key=lambda model: model.changed_at)
-        victims = []
-        for model in (*idle, *busy):
-            if lacking_bytes <= 0:
-                break
-            victims.append(model)
-            lacking_bytes -= model.spec.bytes
+        busy = sorted((model for model in loaded if not model.is_idle), key=lambda model: model.changed_at)
+        due = [model for model in busy if now >= can_turn_at]
+        due = [model for model in due if now >= model.changed_at + self._settings.turn_seconds]
+        blocks: dict[str, int] = {}  # New numbers of blocks of the models that become smaller, by name.
+        victims: list[HostedModel] = []
+        for group, leavers in ((idle, idle), (busy, due)):
+            for model in group:
+                if lacking_bytes > 0 and model.can_shrink:
+                    size = model.spec.kv_block_bytes
+                    count = min(model.wanted_blocks - model.spec.kv_blocks_min, -(-lacking_bytes // size))
+                    blocks[model.spec.name] = model.wanted_blocks - count
+                    lacking_bytes -= count * size
+            for model in leavers:
+                if lacking_bytes > 0:
+                    lacking_bytes -= model.spec.bytes_with(blocks.pop(model.spec.name, model.wanted_blocks))
+                    victims.append(model)
         if lacking_bytes > 0:
             return []
         reason = f"{wanted.spec.name} needs its memory"
-        return [self._order(model, DRAINING if model.leases else UNLOADING, now, reason) for model in victims]
+        return [
+            *(self._resize(self._models[name], count, now, reason) for name, count in blocks.items()),
+            *(self._order(model, DRAINING if model.leases else UNLOADING, now, reason) for model in victims),
+        ]
+
+    def _growing(self) -> list[HostedModel]:
+        """Return the busy models whose KV caches should become larger."""
+        return [
+            model
+            for model in self
+            if model.state is LOADED
+            and model.leases
+            and model.wanted_blocks == model.kv_blocks < model.spec.kv_blocks
+            and not model.is_fixed
+        ]
+
+    def _resize(self, model: HostedModel, kv_blocks: int, now: float, reason: str) -> ModelResize:
+        model.wanted_blocks = kv_blocks
+        model.resized_at = now
+        return ModelResize(model.spec.name, kv_blocks, kv_blocks * model.spec.kv_block_tokens, reason)
 
     def _order(self, model: HostedModel, state: ModelState, now: float, reason: str) -> ModelOrder:
         model.change(state, now)

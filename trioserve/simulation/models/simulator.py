@@ -5,6 +5,8 @@ ModelsBook records what the orders and reports say of each model, and reads no s
 - Models that are not unloaded never need more memory than there is.
 - A load begins only if a request or an operator waits, not before a failed load may be repeated, and in the order of
   waiting.
+- A KV cache becomes smaller only for a model that waits, and larger only if none waits, its model is busy, and a turn
+  has passed since the last change. It never becomes smaller than its minimum. Its memory is free when the change ends.
 - A model is unloaded only without leases, and only because neither a request nor an operator waits for its load,
   because it was idle for its time, because another model needs its memory, or because an operator requested it.
 - A busy model drains only after its turn, and only for a model that has waited for as long.
@@ -28,12 +30,13 @@ A history stays valid when events are removed from it. For example, a report abo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from random import Random
 
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest, Overloaded
-from trioserve.router.hosted_models import HostedModels, ModelLease, ModelOrder, ModelSpec, ModelState
+from trioserve.router.hosted_models import HostedModels, ModelLease, ModelOrder, ModelResize, ModelSpec, ModelState
 from trioserve.router.settings import HostedModelsSettings
 from trioserve.simulation.script import EventSimulation, Trace
 
@@ -50,6 +53,8 @@ class ModelsWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         turn: minimum time in seconds for which a busy model stays, and a model waits before a busy one gives way.
         keep_alive: seconds after which an idle model is unloaded. None: never.
         loads: number of models that load at the same time.
+        caches: for each model, the part of its memory that is a KV cache, which may become smaller. Empty: all models
+            keep their size.
     """
 
     memory: int = 2
@@ -58,6 +63,7 @@ class ModelsWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     turn: float = 1.0
     keep_alive: float | None = None
     loads: int = 1
+    caches: tuple[int, ...] = ()
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, tag="arrive"):
@@ -97,6 +103,13 @@ class Unloaded(msgspec.Struct, frozen=True, kw_only=True, tag="unloaded"):
     model: int
 
 
+class Resized(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="resized"):
+    """An ordered change of a model's KV cache ends."""
+
+    model: int
+    has_failed: bool = False
+
+
 class Crash(msgspec.Struct, frozen=True, kw_only=True, tag="crash"):
     """The process of a loaded model ends."""
 
@@ -115,7 +128,7 @@ class UnloadNow(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
     model: int
 
 
-ModelsEvent = Arrive | Leave | Advance | Loaded | LoadFails | Unloaded | Crash | LoadNow | UnloadNow
+ModelsEvent = Arrive | Leave | Advance | Loaded | LoadFails | Unloaded | Resized | Crash | LoadNow | UnloadNow
 
 
 class ModelsHistory(msgspec.Struct, frozen=True):
@@ -127,6 +140,8 @@ UNLOADED, LOADING, LOADED = ModelState.UNLOADED, ModelState.LOADING, ModelState.
 DRAINING, UNLOADING = ModelState.DRAINING, ModelState.UNLOADING
 RETRY_SECONDS_MIN = 5.0  # A failed load is not repeated before this time.
 STEADY_SECONDS = 60.0  # A model that crashes after this time is loaded again at once.
+CACHING_WORLDS_SHARE = 0.5  # fraction of the worlds in which KV caches may become smaller
+RESIZED_CHANCE = 0.3  # probability at each event of such a world that a change of a cache ends
 ROUNDS_MAX = 1_000  # No history needs this many rounds to its end.
 
 
@@ -141,10 +156,17 @@ class ModelRecord:
         wanted_since: time from which on requests or an operator have waited without a break.
         must_unload: True if an operator requested to unload the model.
         blocked_until: time before which a failed load is not repeated.
+        held: memory that the model may use while it is loaded. During a change of its KV cache, the larger number.
+        held_next: memory after the ordered changes.
+        resized_at: time of the last order to change the KV cache.
+        is_fixed: True if a change failed.
     """
 
-    def __init__(self, size: int, is_pinned: bool) -> None:
-        self.size = size
+    def __init__(self, size: int, cache: int, is_pinned: bool) -> None:
+        self.size = self.held = self.held_next = size
+        self.size_min = size - cache
+        self.resized_at = -math.inf
+        self.is_fixed = False
         self.is_pinned = is_pinned
         self.state = UNLOADED
         self.waiting: set[str] = set()
@@ -160,6 +182,11 @@ class ModelRecord:
     @property
     def is_idle(self) -> bool:
         return not self.waiting and not self.running
+
+    @property
+    def can_grow(self) -> bool:
+        is_settled = self.held == self.held_next < self.size and not self.is_fixed
+        return self.state is LOADED and bool(self.running) and is_settled
 
     def note_wait(self, now: float) -> None:
         """Update `wanted_since` after a wait has begun or ended.
@@ -182,14 +209,53 @@ class ModelsBook:
 
     def __init__(self, world: ModelsWorld) -> None:
         self._world = world
-        self.models = [ModelRecord(size, number in world.pinned) for number, size in enumerate(world.bytes)]
+        caches = world.caches or (0,) * len(world.bytes)
+        self.models = [
+            ModelRecord(size, cache, number in world.pinned)
+            for number, (size, cache) in enumerate(zip(world.bytes, caches, strict=True))
+        ]
         self.now = 0.0
 
     def change(self, model: ModelRecord, state: ModelState) -> None:
         model.state = state
         model.since = self.now
         if state is UNLOADED:
-            model.must_unload = False
+            model.must_unload = model.is_fixed = False
+            model.held = model.held_next = model.size
+            model.resized_at = -math.inf
+
+    def resize(self, number: int, order: ModelResize) -> None:
+        """Record an order to change a KV cache, and assert that it is allowed.
+
+        Args:
+            number: the model.
+            order: the order.
+        """
+        model = self.models[number]
+        size = model.size_min + order.kv_blocks
+        assert model.state is LOADED, f"{number} is {model.state.value}, and changes its cache"
+        assert not model.is_fixed, f"{number} has failed to change its cache, and is asked again"
+        assert not model.is_pinned, f"{number} is pinned, and changes its cache"
+        assert model.size_min <= size <= model.size, f"{number} has {size} of {model.size_min} to {model.size}"
+        if size < model.held_next:
+            first = self._first()
+            assert first is not None, f"{number} becomes smaller, but no model waits"
+            assert self._lacking(first) > 0, f"{number} becomes smaller, but enough memory becomes free"
+        else:
+            assert model.can_grow, f"{number} becomes larger, but is not busy, or changes already"
+            assert self._first() is None, f"{number} becomes larger, but {self._first()} needs the memory"
+            assert self.now >= model.resized_at + self._world.turn, f"{number} becomes larger too soon"
+            model.held = size
+        model.held_next = size
+        model.resized_at = self.now
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        assert self.held <= self._world.memory, f"the models take {self.held} of {self._world.memory}"
+
+    @property
+    def held(self) -> int:
+        return sum(model.held for model in self.models if model.state is not UNLOADED)
 
     def follow(self, number: int, order: ModelOrder) -> None:
         """Record an order, and assert that it is allowed.
@@ -213,8 +279,7 @@ class ModelsBook:
             assert not model.must_unload, f"{number} must be unloaded, and gives leases again"
             assert self._first() is None, f"{number} gives leases again, but {self._first()} needs its memory"
         self.change(model, order.state)
-        held = sum(model.size for model in self.models if model.state is not UNLOADED)
-        assert held <= self._world.memory, f"the models take {held} of {self._world.memory}"
+        self._check_memory()
 
     def _check_load(self, number: int, model: ModelRecord) -> None:
         assert model.state is UNLOADED, f"{number} is {model.state.value}, and is loaded"
@@ -250,20 +315,33 @@ class ModelsBook:
                 assert model.must_unload or self._first() is not None, f"{number} drains, but no other model waits"
         first = self._first()
         if first is None:
+            is_free = self.held < self._world.memory
+            for number, model in enumerate(self.models):
+                is_due = is_free and self.now >= model.resized_at + self._world.turn
+                assert not (is_due and model.can_grow), f"{number} is busy, memory is free, and its cache stays small"
             return
-        held = sum(model.size for model in self.models if model.state is not UNLOADED)
-        lacking = held + first.size - self._world.memory
-        if lacking <= 0:
+        if self.held + first.size <= self._world.memory:
             loading = sum(model.state is LOADING for model in self.models)
             assert loading == self._world.loads, "a model that fits is not loaded"
             return
-        lacking -= sum(model.size for model in self.models if model.state in (UNLOADING, DRAINING))
-        may_leave = sum(
-            model.size
-            for model in self.models
-            if model.state is LOADED and not model.is_pinned and (model.is_idle or self._must_give_way(model))
-        )
+        may_leave, lacking = 0, self._lacking(first)
+        for model in self.models:
+            if model.state is not LOADED:
+                continue
+            may_go = not model.is_pinned and (model.is_idle or self._must_give_way(model))
+            may_shrink = not (model.is_pinned or model.is_fixed)
+            may_leave += model.held_next if may_go else may_shrink * (model.held_next - model.size_min)
         assert lacking <= 0 or may_leave < lacking, "memory for the first model that waits is not freed"
+
+    def _lacking(self, first: ModelRecord) -> int:
+        """Return the memory that a model lacks, beyond the memory that becomes free already."""
+        lacking = self.held + first.size - self._world.memory
+        for model in self.models:
+            if model.state in (UNLOADING, DRAINING):
+                lacking -= model.held
+            elif model.state is LOADED:
+                lacking -= model.held - model.held_next
+        return lacking
 
     def lapses_at(self, model: ModelRecord) -> float:
         if model.is_pinned or self._world.keep_alive is None:
@@ -304,7 +382,14 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         self._models = HostedModels(
             HostedModelsSettings(memory_bytes=world.memory, turn_seconds=world.turn, loads_max=world.loads),
             [
-                ModelSpec(name=str(number), bytes=size, keep_alive_seconds=keep_alive, is_pinned=number in world.pinned)
+                ModelSpec(
+                    name=str(number),
+                    bytes=size,
+                    kv_blocks=world.caches[number] if world.caches else 0,
+                    kv_block_bytes=1 if world.caches else 0,
+                    keep_alive_seconds=keep_alive,
+                    is_pinned=number in world.pinned,
+                )
                 for number, size in enumerate(world.bytes)
             ],
         )
@@ -338,6 +423,8 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                     self.apply(Loaded(model=number))
                 elif model.state is UNLOADING:
                     self.apply(Unloaded(model=number))
+                elif model.held != model.held_next:
+                    self.apply(Resized(model=number))
             for name in list(self._leases):
                 self.apply(Leave(id=name))
             if not self.requests and all(model.wanted_since is None for model in self.book.models):
@@ -353,7 +440,7 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
             stays = self.world.keep_alive is None or model.is_pinned
             assert model.state is UNLOADED or (stays and model.state is LOADED), f"{number} is {model.state.value}"
             assert not self._models[str(number)].leases, f"a lease on {number} is left"
-        held = sum(model.size for model in self.book.models if model.state is not UNLOADED)
+        held = self.book.held
         assert self._models.held_bytes == held, f"{self._models.held_bytes} bytes are held, not {held}"
 
     def _advance(self, until: float) -> None:
@@ -433,6 +520,14 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                 self._count("unloads")
                 self.book.change(model, UNLOADED)
                 self._models.on_unloaded(name, now)
+        elif isinstance(event, Resized):
+            if model.held != model.held_next:
+                self._count("changes of a cache" + " failed" * event.has_failed)
+                if event.has_failed:
+                    model.is_fixed = True
+                    model.held_next = model.held
+                model.held = model.held_next
+                self._models.on_resized(name, now, has_failed=event.has_failed)
         elif isinstance(event, Crash):
             if model.state in (LOADED, DRAINING, UNLOADING):
                 self._count("crashes")
@@ -486,9 +581,9 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
             model.is_asked = True
             model.note_wait(self.book.now)
 
-    def _settle(self) -> list[ModelOrder]:
+    def _settle(self) -> list[ModelOrder | ModelResize]:
         """Give leases, and follow the decisions."""
-        orders: list[ModelOrder] = []
+        orders: list[ModelOrder | ModelResize] = []
         while True:
             for number, model in enumerate(self.book.models):
                 for name in sorted(model.waiting):
@@ -511,8 +606,13 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
             assert lease_count == len(model.running), f"{number} has {lease_count} leases, not {len(model.running)}"
         return orders
 
-    def _follow(self, orders: list[ModelOrder]) -> None:
+    def _follow(self, orders: Sequence[ModelOrder | ModelResize]) -> None:
         for order in orders:
+            if isinstance(order, ModelResize):
+                self._tell(f"  {order.name} has {order.kv_blocks} blocks: {order.reason}")
+                self._count("orders: change of a cache")
+                self.book.resize(int(order.name), order)
+                continue
             self._tell(f"  {order.name} {order.state.value}: {order.reason}")
             self._count(f"orders: {order.state.value}")
             self.book.follow(int(order.name), order)
@@ -541,6 +641,11 @@ class ModelsGenerator:
             keep_alive=rng.choice((None, 0.0, 3.0, 30.0)),
             loads=rng.choice((1, 1, 2)),
         )
+        # Caches are drawn from a separate source, so that histories without them stay the same.
+        self._cache_rng = Random(repr(self.world))
+        if self._cache_rng.random() < CACHING_WORLDS_SHARE:
+            caches = tuple(self._cache_rng.randint(0, size - 1) for size in sizes)
+            self.world = msgspec.structs.replace(self.world, caches=caches)
         self._arrivals = 0
         self._favourites = [rng.randrange(count) for _ in range(2)]
 
@@ -551,6 +656,10 @@ class ModelsGenerator:
             simulation: the run so far.
         """
         rng, book = self._rng, simulation.book
+        if self.world.caches and self._cache_rng.random() < RESIZED_CHANCE:
+            changing = [number for number, model in enumerate(book.models) if model.held != model.held_next]
+            if changing:
+                return Resized(model=self._cache_rng.choice(changing), has_failed=self._cache_rng.random() < 0.1)
         kind = rng.random()
         if kind < 0.3:
             self._arrivals += 1
