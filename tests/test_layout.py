@@ -188,7 +188,7 @@ TORCH_FILES = {
         "diffusion/row_by_row.py diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py mlp.py "
         "parallel/torch_collectives.py recurrent_layers.py sampler.py static_decode.py static_inputs.py "
         "step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
-        "vision/tower.py vision/towers.py"
+        "vision/qwen_tower.py vision/tower.py vision/towers.py"
     ),
     "kernels": words(
         "compile_check.py flash_prompts.py four_bits.py fp8.py kv_format.py paged.py reference.py "

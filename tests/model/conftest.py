@@ -37,6 +37,12 @@ def tiny_vision() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen_vl() -> ModuleType:
+    """The module tiny_qwen_vl, with KINDS, write_checkpoint and processor."""
+    return _neighbour("tiny_qwen_vl")
+
+
+@pytest.fixture(scope="session")
 def tiny_encoders() -> ModuleType:
     """The module tiny_encoders, with KINDS and write_encoder."""
     return _neighbour("tiny_encoders")

@@ -592,7 +592,8 @@ def test_older_qwen_2_5_vl_checkpoint_is_read(
     rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
     text |= {"rope_parameters": None, "rope_scaling": rope, "rope_theta": text["rope_parameters"]["rope_theta"]}
     (tmp_path / "config.json").write_text(json.dumps({**text, **config}))
-    shutil.copy(nested / "generation_config.json", tmp_path)
+    for name in ("generation_config.json", "preprocessor_config.json"):
+        shutil.copy(nested / name, tmp_path)
     tensors = load_file(nested / "model.safetensors")
     older = (("model.language_model.", "model."), ("model.visual.", "visual."))
     for new, old in older:
@@ -602,8 +603,12 @@ def test_older_qwen_2_5_vl_checkpoint_is_read(
     expected = open_checkpoint(nested)
     caplog.clear()
     found = open_checkpoint(tmp_path)
-    assert caplog.messages == ["images are not served: only the text part of this model is supported"]
+    assert not caplog.messages
     assert found.config == expected.config
+    assert found.vision is not None
+    assert expected.vision is not None
+    assert (found.vision.config, found.vision.processing) == (expected.vision.config, expected.vision.processing)
+    assert found.vision.weight_bytes == expected.vision.weight_bytes > 0
     ours, theirs = tensors_of(found), tensors_of(expected)
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -966,15 +966,15 @@ FAMILY_KINDS |= {
     ),
 }
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+_READ_IMAGES = ("qwen2_5_vl",)
 _QWEN_EYES: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_heads": 2,
     "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
 }
+_QWEN3_EYES = {**_QWEN_EYES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 FAMILY_KINDS |= {
     "qwen2.5-vl": (
         "qwen2_5_vl",
@@ -988,7 +988,7 @@ FAMILY_KINDS |= {
         "qwen3_vl",
         {
             "text_config": {"head_dim": 32, "attention_bias": True, "rope_parameters": _MROPE},
-            "vision_config": _QWEN_EYES,
+            "vision_config": _QWEN3_EYES,
             "image_token_id": VOCAB_SIZE - 1,
         },
     ),
@@ -1004,7 +1004,7 @@ FAMILY_KINDS |= {
                 "mlp_only_layers": [1],
                 "rope_parameters": _MROPE,
             },
-            "vision_config": _QWEN_EYES,
+            "vision_config": _QWEN3_EYES,
             "image_token_id": VOCAB_SIZE - 1,
         },
     ),
@@ -1178,6 +1178,8 @@ def write_checkpoint(
         path = directory / "config.json"
         saved = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**saved, **written}), encoding="utf-8")
+    if model_type in _READ_IMAGES:
+        (directory / "preprocessor_config.json").write_text("{}")
     _write_tokenizer(directory)
 
 

@@ -214,6 +214,7 @@ def test_content_is_converted_to_the_format_of_the_template(source: str, content
     ([CHAT[0], {"role": "user", "content": 5}], "messages[1].content", "is int"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]",
      "'image_url'"),
+    ([{"role": "user", "content": [{"type": "video_url"}]}], "messages[0].content[0]", "read no videos"),
     ([{"role": "user", "content": [PARTS[0], {"text": "no type"}]}], "messages[0].content[1]", "of type None"),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]", "has no text"),
     ([{"role": "user", "content": [7]}], "messages[0].content[0]", "is int"),

@@ -77,6 +77,7 @@ class ImagePlan(msgspec.Struct, frozen=True, kw_only=True):
         columns: Tiles of one such row.
         tile_count: Number of tiles, including a tile of the whole image.
         runs: Number of embedding rows in each run of image tokens, in the order of the prompt.
+        grid: Rows and columns of the image's only run, for a model with positions in a grid. See GivenRows.
     """
 
     width: int
@@ -87,6 +88,7 @@ class ImagePlan(msgspec.Struct, frozen=True, kw_only=True):
     columns: int = 0
     tile_count: int = 1
     runs: tuple[int, ...]
+    grid: tuple[int, int] | None = None
 
     @property
     def row_count(self) -> int:

@@ -148,7 +148,7 @@ class ImageEncoding:
         for run, (start, count) in enumerate(image.runs):
             part = whole[first * row_bytes : (first + count) * row_bytes]
             first += count
-            rows.append(GivenRows(start, count, _name_of_run(image.image.digest, run), part))
+            rows.append(GivenRows(start, count, _name_of_run(image.image.digest, run), part, image.image.plan.grid))
         return rows
 
     def _show(self) -> None:

@@ -100,6 +100,8 @@ def _part_text(part: object, place: str) -> str:
             f"{place} is an image, and the chat template does not accept images in this chat: send only text",
             param=place,
         )
+    if kind in ("video", "video_url"):
+        raise InvalidRequest(f"{place} is a video, but models here read no videos: send images from it", param=place)
     if kind not in ("text", "refusal"):
         raise InvalidRequest(f"{place} is of type {kind!r}, this model accepts parts of type 'text'", param=place)
     text = part.get(kind)

@@ -18,6 +18,7 @@ from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, Stor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.idefics3 import read_idefics3
+from trioserve.model.vision.qwen_vl import read_qwen2_5_vl
 from trioserve.vision.families.registry import ImageProcessing
 
 __all__ = ["IMAGE_FAMILIES", "VisionPart"]
@@ -25,6 +26,7 @@ __all__ = ["IMAGE_FAMILIES", "VisionPart"]
 _Read: TypeAlias = Callable[[Path, Fields, ModelConfig], tuple[VisionConfig, ImageProcessing]]
 IMAGE_FAMILIES: dict[str, _Read] = {
     "Idefics3ForConditionalGeneration": read_idefics3,
+    "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
     "SmolVLMForConditionalGeneration": read_idefics3,
 }
 """Classes in config.json whose image part is supported. Of other classes only the text part is served."""

@@ -23,9 +23,9 @@ from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.vision.family import VisionConfig, VitConfig
 from trioserve.vision.families.family import FamilyProcessing
 
-__all__ = ["ImagePass", "VisionTower", "Vit"]
+__all__ = ["ACTIVATIONS", "ImagePass", "VisionTower", "Vit"]
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
@@ -189,7 +189,7 @@ class _Layer:
         self._output = tower.linear(f"{name}.self_attn.out_proj")
         self._up, self._down = (tower.linear(f"{name}.mlp.{part}") for part in ("fc1", "fc2"))
         self._norms = [tower.layer_norm(f"{name}.layer_norm{number}", config.norm_eps) for number in (1, 2)]
-        self._activate = _ACTIVATIONS[config.activation]
+        self._activate = ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         normed = self._norms[0](hidden)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.idefics3 import Idefics3Config
+from trioserve.model.vision.qwen_tower import QwenTower
+from trioserve.model.vision.qwen_vl import QwenVLConfig
 from trioserve.model.vision.tower import VisionTower, Vit
 from trioserve.vision.families.family import FamilyProcessing
 
@@ -56,4 +58,4 @@ def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
     return (buckets[:, None] * trained + buckets[None, :]).flatten()
 
 
-_TOWERS: dict[type[VisionConfig], type[VisionTower]] = {Idefics3Config: Idefics3Tower}
+_TOWERS: dict[type[VisionConfig], type[VisionTower]] = {Idefics3Config: Idefics3Tower, QwenVLConfig: QwenTower}

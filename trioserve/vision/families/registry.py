@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from trioserve.contracts.images import ImagePlan, Tiles
 from trioserve.vision.families.idefics3 import Idefics3Processing
+from trioserve.vision.families.qwen_vl import QwenVLProcessing
 from trioserve.vision.image_file import pixels_of
 
 __all__ = ["ImageProcessing", "tiles_from", "tiles_of"]
 
-ImageProcessing: TypeAlias = Idefics3Processing
+ImageProcessing: TypeAlias = Idefics3Processing | QwenVLProcessing
 
 
 def tiles_of(content: bytes, processing: ImageProcessing, place: str) -> npt.NDArray[np.uint8]:

@@ -1,0 +1,198 @@
+"""Tests that images of Qwen's vision models give the tokens, pixels, rows and logprobs of transformers, natively and in
+torch, for images of any aspect ratio.
+
+Everything is float32, so only the order of sums differs.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trioserve.assemble import open_engine
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.vision.qwen_tower import QwenTower
+from trioserve.model.vision.qwen_vl import QwenVLConfig
+from trioserve.testing.accounting import assert_all_free
+from trioserve.vision.families.qwen_vl import QwenVLProcessing
+
+LOGPROB_TOLERANCE = 1e-3
+KINDS = ("qwen2_5_vl",)
+
+
+def image_file(width: int, height: int, seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def messages(files: list[bytes], *, marked: bool = False) -> list[dict[str, Any]]:
+    """Return a chat about images. marked: as chat templates read it."""
+    images = [{"type": "image"} if marked else {"type": "image", "image": file} for file in files]
+    return [
+        {"role": "user", "content": [*images[:1], {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A hill."}]},
+        {"role": "user", "content": [{"type": "text", "text": "And this: "}, *images[1:]]},
+    ]
+
+
+class Expected:
+    """A chat's results in transformers. Its processors of videos need torchvision, so the inputs are built here."""
+
+    def __init__(self, path: Path, tiny: ModuleType, files: list[bytes]) -> None:
+        from transformers import AutoModelForImageTextToText
+
+        tokenizer = tiny.tokenizer()
+        text = tokenizer.apply_chat_template(
+            messages(files, marked=True), chat_template=tiny.CHAT_TEMPLATE, tokenize=False, add_generation_prompt=True
+        )
+        images: dict[str, Any] = {}
+        if files:
+            opened = [Image.open(io.BytesIO(file)) for file in files]
+            images = dict(tiny.image_processor()(opened, return_tensors="pt"))
+            first, *others = text.split("<|image_pad|>")
+            counts = (images["image_grid_thw"].prod(-1) // 4).tolist()
+            text = first + "".join("<|image_pad|>" * count + rest for count, rest in zip(counts, others, strict=True))
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        self.inputs = {**images, "input_ids": ids, "mm_token_type_ids": (ids == tiny.IMAGE_TOKEN_ID).int()}
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.inputs["input_ids"][0].tolist()
+
+    def logprobs(self, output: list[int]) -> torch.Tensor:
+        """Return the logprobs after each token of prompt and output."""
+        more = torch.tensor([output], dtype=torch.long)
+        given = {**self.inputs, "input_ids": torch.cat((self.inputs["input_ids"], more), 1)}
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        kinds = self.inputs["mm_token_type_ids"]
+        given["mm_token_type_ids"] = torch.cat((kinds, torch.zeros_like(more, dtype=kinds.dtype)), 1)
+        with torch.no_grad():
+            return self.model(**given, use_cache=False).logits[0].log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def qwen_checkpoint(tiny_qwen_vl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def checkpoint(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            tiny_qwen_vl.write_checkpoint(made[kind], kind)
+        return made[kind]
+
+    return checkpoint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(), ((100, 37),), ((31, 90), (120, 9))], ids=["no image", "one image", "two images"])
+async def test_logprobs_of_images_equal_those_of_transformers(
+    kind: str,
+    sizes: tuple[tuple[int, int], ...],
+    cpu_kernels: str,
+    qwen_checkpoint: Callable[[str], Path],
+    tiny_qwen_vl: ModuleType,
+) -> None:
+    files = [image_file(*size, seed=seed) for seed, size in enumerate(sizes)]
+    path = qwen_checkpoint(kind)
+    expected = Expected(path, tiny_qwen_vl, files)
+    count = len(expected.token_ids)
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=5)
+    prompt = ChatPrompt(messages=messages(files))
+    # Most steps end inside an image.
+    options: dict[str, Any] = {"cpu_kernels": cpu_kernels, "max_num_batched_tokens": 23, "max_num_seqs": 4}
+    async with open_engine(str(path), dtype="float32", **options) as engine:
+        read = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=5, prompt_logprobs=5)
+        responses = []
+        # The first request computes the whole prompt. The last one uses blocks of the second one.
+        for sampling in (read, greedy, greedy):
+            tokens: list[int] = []
+            logprobs: list[Any] = []
+            async with engine.generate(prompt, sampling) as stream:
+                async for delta in stream:
+                    tokens += delta.token_ids
+                    logprobs += delta.logprobs
+                if sampling is read:
+                    assert stream.prompt_token_ids == tuple(expected.token_ids)
+                    assert stream.prompt_logprobs is not None
+                    logprobs = [*stream.prompt_logprobs[1:], *logprobs]
+            responses.append((tokens, logprobs))
+        assert stream.cached_token_count > 0
+        assert engine.image_outputs is not None
+        assert engine.image_outputs.hit_count == 2 * len(files)
+        assert_all_free(engine)
+    tokens = responses[0][0]
+    wanted = expected.logprobs(tokens[:-1])
+    for token_ids, entries in responses:
+        assert token_ids == tokens
+        assert len(entries) in (6, count + 5)
+        for row, entry in enumerate(entries, start=len(wanted) - len(entries)):
+            for token, logprob in ((entry.token_id, entry.logprob), *entry.top):
+                assert logprob == pytest.approx(float(wanted[row, token]), abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_and_token_counts_equal_those_of_transformers(
+    kind: str, qwen_checkpoint: Callable[[str], Path], tiny_qwen_vl: ModuleType
+) -> None:
+    vision = open_checkpoint(qwen_checkpoint(kind)).vision
+    assert vision is not None
+    assert isinstance(vision.config, QwenVLConfig)
+    images = tiny_qwen_vl.image_processor()
+    for width in (1, 3, 4, 8, 11, 12, 13, 20, 57, 200, 1000):
+        for height in (1, 5, 12, 36, 99, 400, 1001):
+            if max(width, height) > 200 * min(width, height):
+                with pytest.raises(InvalidRequest, match="cut it"):
+                    vision.processing.plan(width, height)
+                continue
+            plan = vision.processing.plan(width, height)
+            assert plan.row_count * 4 == images.get_number_of_image_patches(height, width, {}), (width, height)
+            assert plan.grid is not None
+            assert math.prod(plan.grid) == plan.row_count
+    for width, height in ((100, 37), (3, 90), (240, 240)):
+        file = image_file(width, height)
+        tiles = vision.processing.tiles(Image.open(io.BytesIO(file)), vision.processing.plan(width, height))
+        wanted = images(Image.open(io.BytesIO(file)), return_tensors="pt")["pixel_values"]
+        tower = QwenTower(vision.config, vision.processing, dtype="float32", device=torch.device("cpu"))
+        assert torch.equal(tower.patches(tiles[0]), wanted)
+
+
+def test_token_counts_of_real_sizes_equal_those_of_transformers() -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    rng = np.random.default_rng(0)
+    for square, low, high in ((28, 56 * 56, 28 * 28 * 1280), (28, 3136, 12_845_056), (32, 65_536, 16_777_216)):
+        processing = QwenVLProcessing(
+            square=square,
+            pixels_min=low,
+            pixels_max=high,
+            resample=3,
+            mean=(0.5, 0.5, 0.5),
+            std=(0.5, 0.5, 0.5),
+            rescale_factor=1 / 255,
+            embedding_size=8,
+            image_token_id=5,
+        )
+        for _ in range(2000):
+            width, height = (int(side) for side in np.exp(rng.uniform(0, math.log(ImageLimits().side_max), 2)))
+            if max(width, height) > 200 * min(width, height):
+                continue
+            plan = processing.plan(width, height)
+            assert (plan.tile_height, plan.tile_width) == smart_resize(height, width, square, low, high)

@@ -1,0 +1,130 @@
+"""Tiny random checkpoints of Qwen's vision models, as transformers saves them, with tokenizer, chat template and image
+processor.
+
+Squares of two times two patches are one row of the language model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CHAT_TEMPLATE", "IMAGE_TOKEN_ID", "KINDS", "image_processor", "tokenizer", "write_checkpoint"]
+
+VOCAB_SIZE = 320
+SPECIAL = (
+    "<unk>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+IMAGE_TOKEN_ID = SPECIAL.index("<|image_pad|>")
+END_TOKEN_ID = SPECIAL.index("<|im_end|>")
+PIXELS_MIN, PIXELS_MAX = 64, 6_000
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TEXTS: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+    "bos_token_id": None,
+    "eos_token_id": END_TOKEN_ID,
+    "pad_token_id": 0,
+}
+_EYES: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # Windows of 3 x 3 rows, so that most images have windows of four sizes.
+    "qwen2_5_vl": (
+        {},
+        {
+            **_EYES,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "window_size": 24,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 64,
+        },
+    ),
+    "qwen2_vl": ({}, {**_EYES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
+    "qwen3_vl": (
+        {"head_dim": 16},
+        {
+            **_EYES,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    ),
+}
+
+
+def write_checkpoint(directory: Path, kind: str, *, dtype: str = "float32") -> None:
+    """Save a checkpoint. kind: a key of KINDS."""
+    import torch
+    import transformers
+
+    texts, eyes = KINDS[kind]
+    config = transformers.AutoConfig.for_model(
+        kind,
+        text_config={**_TEXTS, **texts},
+        vision_config=eyes,
+        image_token_id=IMAGE_TOKEN_ID,
+        video_token_id=SPECIAL.index("<|video_pad|>"),
+        vision_start_token_id=SPECIAL.index("<|vision_start|>"),
+        vision_end_token_id=SPECIAL.index("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    generator = torch.Generator().manual_seed(20_260_102)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Weights of the image part are large, so that a forgotten image shows up.
+            parameter.normal_(0.0, 0.3 if "visual" in name else 0.1, generator=generator)
+            if "norm" in name or "ln_q" in name:
+                parameter.add_(1.0)
+    model.to(getattr(torch, dtype))
+    model.generation_config = transformers.GenerationConfig(eos_token_id=END_TOKEN_ID)
+    model.save_pretrained(directory)
+    made = tokenizer()
+    made.chat_template = CHAT_TEMPLATE
+    made.save_pretrained(directory)
+    image_processor().save_pretrained(directory)
+
+
+def tokenizer() -> Any:
+    """Return transformers' tokenizer, without a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    inner = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<|im_end|>", pad_token="<unk>")
+
+
+def image_processor() -> Any:
+    """Return transformers' image processor."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=PIXELS_MIN, max_pixels=PIXELS_MAX
+    )

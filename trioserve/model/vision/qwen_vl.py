@@ -1,0 +1,225 @@
+"""The image encoders of Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.layer_config import Activation
+from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
+from trioserve.model.loading.names import Shape
+from trioserve.model.model_config import LAYERS_MAX, ModelConfig
+from trioserve.model.vision.family import (
+    DIMENSION_MAX,
+    IMAGE_SIZE_MAX,
+    VisionConfig,
+    check_range,
+    image_token_id,
+    pixel_fields,
+    processor_fields,
+    vision_fields,
+)
+from trioserve.vision.families.qwen_vl import QwenVLProcessing
+
+__all__ = ["QwenVLConfig", "read_qwen2_5_vl"]
+
+Kind: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+NORM_EPS = 1e-6
+# transformers computes with these colours unless the processor's file has others.
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_NOTES = ("in_chans", "initializer_range", "spatial_patch_size", "tokens_per_second")
+
+
+class QwenVLConfig(VisionConfig, frozen=True, kw_only=True, tag="qwen_vl"):
+    """A transformer over the patches of a whole image, with rotary positions in rows and columns.
+
+    Attributes:
+        kind: qwen2_vl has LayerNorm and an MLP without a gate. qwen2_5_vl has RMS norm and an MLP with a gate. qwen3_vl
+            is like qwen2_vl, and adds learned positions to patches.
+        patch_size: pixels of each side of a patch.
+        frame_count: copies of an image that make a patch. The model was trained on videos.
+        merge_size: patches of each side of the square that becomes one row.
+        window_size: rows of each side of a window. None: every layer sees the whole image.
+        whole_layers: layers that see the whole image. All other layers see windows.
+        positions_per_side: side of the square of learned positions, which are interpolated. 0: there are none.
+        deep_layers: layers whose outputs are added to the first layers of the language model (DeepStack, arXiv
+            2406.04334).
+    """
+
+    kind: Kind
+    hidden_size: int
+    intermediate_size: int
+    layer_count: int
+    head_count: int
+    patch_size: int
+    frame_count: int
+    merge_size: int
+    activation: Activation
+    window_size: int | None = None
+    whole_layers: tuple[int, ...] = ()
+    positions_per_side: int = 0
+    deep_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, largest in (
+            ("hidden_size", DIMENSION_MAX),
+            ("intermediate_size", DIMENSION_MAX),
+            ("layer_count", LAYERS_MAX),
+            ("head_count", DIMENSION_MAX),
+            ("patch_size", IMAGE_SIZE_MAX),
+            ("frame_count", 16),
+            ("merge_size", 16),
+        ):
+            check_range("vision_config", name, getattr(self, name), largest)
+        if self.hidden_size % (4 * self.head_count):
+            raise ModelLoadError(
+                f"the vision_config has hidden_size {self.hidden_size} and {self.head_count} heads, but the size of a "
+                "head must be a multiple of 4: the checkpoint's config is damaged"
+            )
+        if self.window_size is not None:
+            check_range("vision_config", "number of rows in a window", self.window_size, IMAGE_SIZE_MAX)
+        for layer in self.deep_layers:
+            if not 0 <= layer < self.layer_count:
+                raise ModelLoadError(
+                    f"deepstack_visual_indexes in the vision_config has {layer}, but there are {self.layer_count} "
+                    "layers: the checkpoint's config is damaged"
+                )
+
+    @property
+    def square(self) -> int:
+        """Pixels of each side of the square that becomes one row."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def mlp_names(self) -> tuple[str, ...]:
+        """Names of the MLP's projections. The last one gives the output."""
+        if self.kind == "qwen2_5_vl":
+            return ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        return ("mlp.fc1", "mlp.fc2") if self.kind == "qwen2_vl" else ("mlp.linear_fc1", "mlp.linear_fc2")
+
+    @property
+    def merger_names(self) -> tuple[str, str, str]:
+        """Names of a merger's norm and of its two projections."""
+        return ("norm", "linear_fc1", "linear_fc2") if self.kind == "qwen3_vl" else ("ln_q", "mlp.0", "mlp.2")
+
+    @property
+    def mergers(self) -> dict[str, bool]:
+        """Names of the mergers: of the last layer, then of the deep layers. True if the norm is over a whole square."""
+        deep = {f"visual.deepstack_merger_list.{index}": True for index in range(len(self.deep_layers))}
+        return {"visual.merger": False, **deep}
+
+    def shapes(self) -> dict[str, Shape]:
+        hidden, middle, size = self.hidden_size, self.intermediate_size, self.patch_size
+        shapes: dict[str, Shape] = {"visual.patch_embed.proj.weight": (hidden, 3, self.frame_count, size, size)}
+        if self.positions_per_side:
+            shapes["visual.patch_embed.proj.bias"] = (hidden,)
+            shapes["visual.pos_embed.weight"] = (self.positions_per_side**2, hidden)
+
+        def add_linear(name: str, rows: int, columns: int) -> None:
+            shapes[f"{name}.weight"] = (rows, columns)
+            shapes[f"{name}.bias"] = (rows,)
+
+        def add_norm(name: str, columns: int) -> None:
+            shapes[f"{name}.weight"] = (columns,)
+            if self.kind != "qwen2_5_vl":
+                shapes[f"{name}.bias"] = (columns,)
+
+        for index in range(self.layer_count):
+            layer = f"visual.blocks.{index}"
+            add_norm(f"{layer}.norm1", hidden)
+            add_norm(f"{layer}.norm2", hidden)
+            add_linear(f"{layer}.attn.qkv", 3 * hidden, hidden)
+            add_linear(f"{layer}.attn.proj", hidden, hidden)
+            *inner, last = self.mlp_names
+            for name in inner:
+                add_linear(f"{layer}.{name}", middle, hidden)
+            add_linear(f"{layer}.{last}", hidden, middle)
+        merged = hidden * self.merge_size**2
+        norm, first, second = self.merger_names
+        for merger, is_whole in self.mergers.items():
+            add_norm(f"{merger}.{norm}", merged if is_whole else hidden)
+            add_linear(f"{merger}.{first}", merged, merged)
+            add_linear(f"{merger}.{second}", self.output_size, merged)
+        return shapes
+
+
+def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
+    """Read the config files.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    fields = vision_fields(outer)
+    patch_size, merge_size = fields.whole_or("patch_size", 14), fields.whole_or("spatial_merge_size", 2)
+    window = fields.whole_or("window_size", 112)
+    config = QwenVLConfig(
+        kind="qwen2_5_vl",
+        hidden_size=fields.whole_or("hidden_size", 3584),
+        intermediate_size=fields.whole_or("intermediate_size", 3420),
+        layer_count=fields.whole_or("depth", 32),
+        head_count=fields.whole_or("num_heads", 16),
+        patch_size=patch_size,
+        frame_count=fields.whole_or("temporal_patch_size", 2),
+        merge_size=merge_size,
+        activation=_activation(fields, "silu"),
+        window_size=window // max(merge_size, 1) // max(patch_size, 1),
+        whole_layers=fields.wholes("fullatt_block_indexes") or (7, 15, 23, 31),
+        output_size=texts.hidden_size,
+    )
+    return config, _processing(directory, outer, config, fields)
+
+
+def _activation(fields: Fields, default: str) -> Activation:
+    activations: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+    name = fields.text_or("hidden_act", default)
+    if name not in activations:
+        raise fields.wrong("hidden_act", " or ".join(activations))
+    return activations[name]
+
+
+def _processing(directory: Path, outer: Fields, config: QwenVLConfig, fields: Fields) -> QwenVLProcessing:
+    if fields.whole_or("in_channels", 3) != 3:
+        raise fields.wrong("in_channels", "3")
+    if fields.whole_or("out_hidden_size", config.output_size) != config.output_size:
+        raise fields.wrong("out_hidden_size", f"the language model's hidden_size, {config.output_size}")
+    _check_rope(fields)
+    warn_of_unread("vision_config in config.json", unread_names(fields, _NOTES))
+    images = processor_fields(directory)
+    for name, value in (
+        ("patch_size", config.patch_size),
+        ("merge_size", config.merge_size),
+        ("temporal_patch_size", config.frame_count),
+    ):
+        if images.whole_or(name, value) != value:
+            raise images.wrong(name, f"the number in config.json, {value}")
+    size = images.group_or_none("size") or Fields({}, "size")
+    # Older files have these fields beside an unused size.
+    pixels_min = images.whole_or("min_pixels", size.whole_or("shortest_edge", 56 * 56))
+    pixels_max = images.whole_or("max_pixels", size.whole_or("longest_edge", 28 * 28 * 1280))
+    if not config.square**2 <= pixels_min <= pixels_max <= IMAGE_SIZE_MAX**2 * 4:
+        raise ModelLoadError(
+            f"images have {pixels_min} to {pixels_max} pixels, but one token needs {config.square**2}, and at most "
+            f"{IMAGE_SIZE_MAX**2 * 4} are supported: the checkpoint's files are damaged"
+        )
+    return QwenVLProcessing(
+        square=config.square,
+        pixels_min=pixels_min,
+        pixels_max=pixels_max,
+        embedding_size=config.output_size * (1 + len(config.deep_layers)),
+        image_token_id=image_token_id(outer, 151_655),
+        **pixel_fields(images, resample=3, mean=_CLIP_MEAN, std=_CLIP_STD),
+    )
+
+
+def _check_rope(fields: Fields) -> None:
+    rope = fields.group_or_none("rope_parameters")
+    if rope is None:
+        return
+    if rope.text_or("rope_type", "axial") not in ("axial", "default"):
+        raise rope.wrong("rope_type", "axial")
+    if rope.number_or("rope_theta", 10_000.0) != 10_000.0:
+        raise rope.wrong("rope_theta", "10000")
