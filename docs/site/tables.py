@@ -32,7 +32,7 @@ from trioserve.config import Config
 from trioserve.contracts import errors
 from trioserve.metrics.metric import Metric, Question
 from trioserve.metrics.registry import CATALOGUE
-from trioserve.model.families.registry import FAMILIES
+from trioserve.model.families.registry import FAMILIES, LANGUAGE_PARTS
 from trioserve.model.loading.encoder_directory import ENCODER_CLASSES
 from trioserve.model.vision.part import IMAGE_FAMILIES
 from trioserve.options.option import in_python, options_of
@@ -322,7 +322,7 @@ def _served(name: str) -> str:
             return whole
         if name in family.with_images:
             return texts
-    return none
+    return texts if name in LANGUAGE_PARTS else none
 
 
 def name_table(module_name: str) -> str:

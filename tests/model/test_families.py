@@ -579,6 +579,65 @@ def test_image_tensors_are_skipped_under_old_and_new_names(
     assert "images are not served" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "name, part, before, kind",
+    (
+        ("LlavaForConditionalGeneration", "text_config", "language_model.", "mistral"),
+        ("LlavaNextForConditionalGeneration", "text_config", "model.language_model.", "llama"),
+        ("Cohere2VisionForConditionalGeneration", "text_config", "model.language_model.", "cohere2"),
+        ("Blip2ForConditionalGeneration", "text_config", "language_model.", "opt"),
+        ("KimiK25ForConditionalGeneration", "text_config", "language_model.", "moonlight"),
+        ("InternVLChatModel", "llm_config", "language_model.", "qwen2"),
+        ("NemotronH_Nano_VL_V2", "llm_config", "language_model.", "nemotron-h"),
+        ("Ovis", "llm_config", "llm.", "gemma2"),
+        ("DeepseekVLV2ForCausalLM", "language_config", "language.", "deepseek-v2-lite"),
+        ("DotsOCRForCausalLM", None, "", "qwen2"),
+        ("KeyeForConditionalGeneration", None, "", "qwen3"),
+        ("Phi3VForCausalLM", None, "", "phi3"),
+    ),
+)
+def test_language_model_of_any_family_is_read_from_a_model_with_images(
+    name: str,
+    part: str | None,
+    before: str,
+    kind: str,
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = tiny_checkpoint(kind)
+    config = json.loads((plain / "config.json").read_text())
+    if kind in ("cohere2", "opt"):
+        del config["rms_norm_eps"]  # a field of other families
+    if kind == "moonlight":
+        config["model_type"] = "kimi_k2"  # Kimi K2's own type, which transformers does not know.
+    outer = {"architectures": [name], "model_type": "other", "vision_config": {"hidden_size": 8}}
+    written = {**config, **outer} if part is None else {**outer, part: config}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    places = ("vision_tower", "visual", "model.vision_embed_tokens")
+    tensors = {f"{place}.patch.weight": torch.zeros(2, 2) for place in places}
+    for tensor_name, tensor in load_file(plain / "model.safetensors").items():
+        is_inner = before.startswith("model.") and tensor_name.startswith("model.")
+        outside = tensor_name.replace("model.", before, 1) if is_inner else before + tensor_name
+        tensors[tensor_name if before.startswith("model.") and not is_inner else outside] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = open_checkpoint(plain)
+    caplog.clear()
+    found = open_checkpoint(tmp_path)
+    assert caplog.messages == ["images are not served: only the text part of this model is supported"]
+    assert msgspec.structs.replace(found.config, eos_token_ids=expected.config.eos_token_ids) == expected.config
+    ours, theirs = tensors_of(found), tensors_of(expected)
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[tensor_name], theirs[tensor_name]) for tensor_name in theirs)
+
+
+def test_language_model_that_no_family_serves_is_refused_by_its_type() -> None:
+    config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "unheard_of"}}
+    with pytest.raises(ModelLoadError, match="the model's architecture is unheard_of"):
+        model_config_from(config, {}, dtype_name="float32")
+
+
 def test_older_qwen_2_5_vl_checkpoint_is_read(
     tiny_checkpoint: Callable[..., Path],
     tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],

@@ -976,6 +976,43 @@ _QWEN_EYES: dict[str, Any] = {
 }
 _QWEN3_EYES = {**_QWEN_EYES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 FAMILY_KINDS |= {
+    "glm4v": (
+        "glm4v",
+        {
+            "text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+            "vision_config": _QWEN_EYES,
+            "image_token_id": VOCAB_SIZE - 1,
+        },
+    ),
+    "glm4v-moe": (
+        "glm4v_moe",
+        {
+            "text_config": {
+                **_ROUTED,
+                "head_dim": 32,
+                "pad_token_id": 0,
+                "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": _QWEN_EYES,
+            "image_token_id": VOCAB_SIZE - 1,
+        },
+    ),
+    "glm-ocr": (
+        "glm_ocr",
+        {
+            "text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+            "vision_config": _QWEN_EYES,
+            "image_token_id": VOCAB_SIZE - 1,
+        },
+    ),
+    "qwen2-vl": (
+        "qwen2_vl",
+        {
+            "text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+            "vision_config": {**_QWEN_EYES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+            "image_token_id": VOCAB_SIZE - 1,
+        },
+    ),
     "qwen2.5-vl": (
         "qwen2_5_vl",
         {

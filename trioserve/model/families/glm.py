@@ -6,12 +6,15 @@ Solar Open has these mixtures in all layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.layer_config import LayerConfig
+from trioserve.model.layer_config import LayerConfig, QkNorm
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["GLM", "GLM4", "GLM4_MOE", "SOLAR_OPEN"]
+__all__ = ["GLM", "GLM4", "GLM4V", "GLM4V_MOE", "GLM4_MOE", "GLM_OCR", "SOLAR_OPEN"]
 
 
 def _describe_glm(fields: ModelFields) -> ModelConfig:
@@ -22,28 +25,40 @@ def _describe_glm4(fields: ModelFields) -> ModelConfig:
     return _described(fields, "glm4", has_output_norms=True)
 
 
-def _described(fields: ModelFields, family: str, *, has_output_norms: bool) -> ModelConfig:
-    head_dim = fields.head_dim(128)
+def _described(
+    fields: ModelFields,
+    family: str,
+    *,
+    has_output_norms: bool,
+    head_dim: int | None = 128,
+    has_bias: bool = True,
+    rotated_part: float = 0.5,
+    norm_eps: float = 1.5625e-7,
+) -> ModelConfig:
+    size = fields.head_dim(head_dim)
     attention = fields.attention(
-        head_dim=128,
-        has_bias=fields.flag_or("attention_bias", True),
-        rotary=fields.rotary(head_dim, rotated_dims=fields.part_of_head(head_dim, 0.5)),
+        head_dim=head_dim,
+        has_bias=fields.flag_or("attention_bias", has_bias),
+        rotary=fields.rotary(size, rotated_dims=fields.part_of_head(size, rotated_part)),
     )
     layer = LayerConfig(attention=attention, mlp=fields.mlp(), has_output_norms=has_output_norms)
-    norm_eps = fields.number_or("rms_norm_eps", 1.5625e-7)
+    norm_eps = fields.number_or("rms_norm_eps", norm_eps)
     return fields.described(family, (layer,) * fields.layer_count, norm_eps=norm_eps)
 
 
 def _describe_glm4_moe(fields: ModelFields) -> ModelConfig:
-    head_dim = fields.head_dim(128)
-    attention = fields.attention(
-        head_dim=128,
-        has_bias=fields.flag_or("attention_bias", False),
-        rotary=fields.rotary(head_dim, rotated_dims=fields.part_of_head(head_dim, 0.5)),
-        qk_norm="head" if fields.flag_or("use_qk_norm", False) else "none",
+    qk_norm: QkNorm = "head" if fields.flag_or("use_qk_norm", False) else "none"
+    return _described_mixture(
+        fields, "glm4_moe", 128, qk_norm=qk_norm, has_bias=fields.flag_or("attention_bias", False)
     )
+
+
+def _described_mixture(fields: ModelFields, family: str, head_dim: int | None, **choices: Any) -> ModelConfig:
+    size = fields.head_dim(head_dim)
+    rotary = fields.rotary(size, rotated_dims=fields.part_of_head(size, 0.5))
+    attention = fields.attention(head_dim=head_dim, rotary=rotary, **choices)
     layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in fields.routed_by_sigmoid()]
-    return fields.described("glm4_moe", layers, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
+    return fields.described(family, layers, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
 
 
 def _describe_solar(fields: ModelFields) -> ModelConfig:
@@ -82,6 +97,28 @@ GLM4 = Family(
     ),
     gguf=GgufNaming(architecture="glm4", modules={"gate_proj": "ffn_up", "up_proj": "ffn_up"}, pairs_adjacent=True),
 )
+# In the language models of GLM-4.1V and GLM-OCR, positions of texts have one number in all parts of rotary embeddings.
+GLM4V = replace(
+    GLM4,
+    name="glm4v",
+    classes=(),
+    model_type="glm4v_text",
+    describe=lambda fields: _described(
+        fields, "glm4v", has_output_norms=True, head_dim=None, rotated_part=1.0, norm_eps=1e-5
+    ),
+    gguf=None,
+    with_images=("Glm4vForConditionalGeneration",),
+)
+GLM_OCR = replace(
+    GLM4V,
+    name="glm_ocr",
+    model_type="glm_ocr_text",
+    describe=lambda fields: _described(
+        fields, "glm_ocr", has_output_norms=True, head_dim=None, has_bias=False, rotated_part=1.0, norm_eps=1e-5
+    ),
+    defaults={"num_key_value_heads": 8},
+    with_images=("GlmOcrForConditionalGeneration",),
+)
 GLM4_MOE = Family(
     name="glm4_moe",
     classes=("Glm4MoeForCausalLM",),
@@ -96,6 +133,17 @@ GLM4_MOE = Family(
     describe=_describe_glm4_moe,
     transformers=Naming(modules=SHARED_EXPERTS),
     gguf=GgufNaming(architecture="glm4moe", modules={"mlp_norm": "post_attention_norm"}),
+)
+GLM4V_MOE = replace(
+    GLM4_MOE,
+    name="glm4v_moe",
+    classes=(),
+    model_type="glm4v_moe_text",
+    describe=lambda fields: _described_mixture(
+        fields, "glm4v_moe", None, has_bias=fields.flag_or("attention_bias", True)
+    ),
+    gguf=None,
+    with_images=("Glm4vMoeForConditionalGeneration",),
 )
 SOLAR_OPEN = Family(
     name="solar_open",

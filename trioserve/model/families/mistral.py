@@ -41,6 +41,15 @@ MISTRAL = Family(
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     describe=_describe,
     with_images=("Mistral3ForConditionalGeneration",),
+    text_defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 131_072,
+        "bos_token_id": 1,
+    },
 )
 MINISTRAL3 = Family(
     name="ministral3",

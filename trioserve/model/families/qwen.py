@@ -6,6 +6,7 @@ a Qwen2 and a Qwen3 in which tokens of images have three positions (M-RoPE).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from trioserve.model.families.model_fields import ModelFields, windowed_layers
 from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["MELLUM", "QWEN2", "QWEN25_VL", "QWEN2_MOE", "QWEN3", "QWEN3_MOE", "QWEN3_VL", "QWEN3_VL_MOE"]
+__all__ = ["MELLUM", "QWEN2", "QWEN25_VL", "QWEN2_MOE", "QWEN2_VL", "QWEN3", "QWEN3_MOE", "QWEN3_VL", "QWEN3_VL_MOE"]
 
 
 def _describe_qwen2(fields: ModelFields) -> ModelConfig:
@@ -47,6 +48,14 @@ QWEN2 = Family(
     defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     describe=_describe_qwen2,
     gguf=GgufNaming(architecture="qwen2"),
+    text_defaults={
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 32_768,
+    },
 )
 QWEN3 = Family(
     name="qwen3",
@@ -110,6 +119,13 @@ QWEN25_VL = Family(
         "max_window_layers": 80,
         "bos_token_id": 151_643,
     },
+)
+QWEN2_VL = replace(
+    QWEN25_VL,
+    name="qwen2_vl",
+    model_type="qwen2_vl_text",
+    describe=lambda fields: _described(fields, "qwen2_vl", fields.attention(has_bias=True)),
+    with_images=("Qwen2VLForConditionalGeneration", "Tarsier2ForConditionalGeneration"),
 )
 QWEN3_VL = Family(
     name="qwen3_vl",

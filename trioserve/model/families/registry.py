@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.afmoe import AFMOE
@@ -23,7 +24,7 @@ from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
 from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N
 from trioserve.model.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
-from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
+from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_OCR, SOLAR_OPEN
 from trioserve.model.families.gpt2 import CODEGEN, FALCON, FALCON_GROUPED, GPT2, GPT_BIGCODE, GPTJ, OPT
 from trioserve.model.families.gpt_neox import (
     APERTUS,
@@ -49,7 +50,17 @@ from trioserve.model.families.mixtral import DBRX, MINIMAX_M2, MIXTRAL
 from trioserve.model.families.nemotron_h import NEMOTRON_H
 from trioserve.model.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from trioserve.model.families.phi import PHI3
-from trioserve.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN25_VL
+from trioserve.model.families.qwen import (
+    MELLUM,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN2_VL,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    QWEN25_VL,
+)
 from trioserve.model.families.qwen_next import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from trioserve.model.families.remote_code import (
     BAICHUAN,
@@ -63,7 +74,15 @@ from trioserve.model.families.remote_code import (
     TELEFLM,
 )
 
-__all__ = ["FAMILIES", "family_named", "family_of_class", "family_of_gguf", "family_of_model_type"]
+__all__ = [
+    "FAMILIES",
+    "LANGUAGE_PARTS",
+    "family_named",
+    "family_of_class",
+    "family_of_gguf",
+    "family_of_model_type",
+    "is_model_type",
+]
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -143,6 +162,10 @@ FAMILIES: tuple[Family, ...] = (
     HUNYUAN_MOE,
     HY_V3,
     MELLUM,
+    GLM4V,
+    GLM4V_MOE,
+    GLM_OCR,
+    QWEN2_VL,
     QWEN25_VL,
     QWEN3_VL,
     QWEN3_VL_MOE,
@@ -168,6 +191,75 @@ FAMILIES: tuple[Family, ...] = (
     SARVAM_MOE,
     TELEFLM,
 )
+
+
+class LanguagePart(NamedTuple):
+    """Part of a model that also reads images or sounds: a language model of any family, which the config names.
+
+    Attributes:
+        field: field of config.json that describes the part. None: config.json has the part's fields itself.
+        model_type: type of the part if the config does not contain it.
+    """
+
+    field: str | None
+    model_type: str
+
+
+LANGUAGE_PARTS: dict[str, LanguagePart] = {
+    **{
+        f"{name}ForConditionalGeneration": LanguagePart("text_config", model_type)
+        for name, model_type in {
+            "AudioFlamingo3": "qwen2",
+            "AyaVision": "cohere2",
+            "Bee": "qwen3",
+            "Blip2": "opt",
+            "Cohere2Vision": "cohere2",
+            "Eagle2_5_VL": "qwen2",
+            "Exaone4_5_": "exaone4",
+            "GlmAsr": "llama",
+            "GraniteSpeech": "granite",
+            "InternS1": "qwen3",
+            "InternVL": "qwen2",
+            "KimiK25": "deepseek_v3",
+            "KimiVL": "deepseek_v3",
+            "Lfm2Vl": "lfm2",
+            "LightOnOCR": "qwen3",
+            "LightOnOcr": "qwen3",
+            "Llava": "llama",
+            "LlavaNext": "llama",
+            "LlavaNextVideo": "llama",
+            "LlavaOnevision": "qwen2",
+            "Mantis": "llama",
+            "MiniCPMV4_6": "qwen3_5_text",
+            "MusicFlamingo": "qwen2",
+            "OpenCUA": "qwen2",
+            "QianfanOCR": "qwen3",
+            "Qwen2Audio": "qwen2",
+            "Qwen3ASR": "qwen3",
+            "R": "qwen3",
+            "Tarsier": "llama",
+            "Voxtral": "llama",
+        }.items()
+    },
+    "FuyuForCausalLM": LanguagePart("text_config", "persimmon"),
+    # Classes of the checkpoints' authors. transformers does not have them.
+    "DeepseekVLV2ForCausalLM": LanguagePart("language_config", "deepseek_v2"),
+    "H2OVLChatModel": LanguagePart("llm_config", "mistral"),
+    "InternVLChatModel": LanguagePart("llm_config", "internlm2"),
+    "Llama_Nemotron_Nano_VL": LanguagePart("llm_config", "llama"),
+    "NemotronH_Nano_VL_V2": LanguagePart("llm_config", "nemotron_h"),
+    "NVLM_D": LanguagePart("llm_config", "qwen2"),
+    "Ovis": LanguagePart("llm_config", "qwen2"),
+    "Ovis2_5": LanguagePart("llm_config", "qwen3"),
+    "SkyworkR1VChatModel": LanguagePart("llm_config", "qwen2"),
+    "DotsOCRForCausalLM": LanguagePart(None, "qwen2"),
+    "GLM4VForCausalLM": LanguagePart(None, "chatglm"),
+    "KeyeForConditionalGeneration": LanguagePart(None, "qwen3"),
+    "KeyeVL1_5ForConditionalGeneration": LanguagePart(None, "qwen3"),
+    "Phi3VForCausalLM": LanguagePart(None, "phi3"),
+    "QwenVLForConditionalGeneration": LanguagePart(None, "qwen"),
+}
+"""Classes of models whose language model may be of any family. A family's `with_images` names those of one family."""
 
 
 def family_named(name: str) -> Family:
@@ -211,6 +303,11 @@ def family_of_model_type(name: str | None) -> Family:
     raise _unknown(name or "not named in config.json", _classes())
 
 
+def is_model_type(name: str) -> bool:
+    """Return True if a supported family has this model_type."""
+    return any(name == family.model_type for family in FAMILIES)
+
+
 def family_of_gguf(name: str | None) -> Family:
     """Return the first family in the list that uses an architecture of llama.cpp.
 
@@ -229,7 +326,8 @@ def family_of_gguf(name: str | None) -> Family:
 
 
 def _classes() -> Iterable[str]:
-    return (name for family in FAMILIES for name in (*family.classes, *family.with_images))
+    own = (name for family in FAMILIES for name in (*family.classes, *family.with_images))
+    return (*own, *LANGUAGE_PARTS)
 
 
 def _unknown(found: str, supported: Iterable[str]) -> ModelLoadError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import MEANINGFUL_FIELDS, Family
 from trioserve.model.families.model_fields import ModelFields, is_long
-from trioserve.model.families.registry import family_of_class, family_of_model_type
+from trioserve.model.families.registry import LANGUAGE_PARTS, family_of_class, family_of_model_type, is_model_type
 from trioserve.model.layer_config import RopeScaling
 from trioserve.model.loading.fields import IMAGE_NOTES, IMAGE_PREFIXES, Fields, unread_names, warn_of_unread
 from trioserve.model.model_config import Dtype, ModelConfig
@@ -100,15 +100,17 @@ def model_config_from(
     Raises:
         ModelLoadError: no supported family includes this model.
     """
-    family, is_with_images = _family(Fields(config, "config.json"))
-    if family.model_type == "qwen2_5_vl_text" and "text_config" not in config:
+    family, part = _family(Fields(config, "config.json"))
+    wrapper = LANGUAGE_PARTS.get(named_class(config) or "")
+    is_older = family.model_type in ("qwen2_vl_text", "qwen2_5_vl_text") and "text_config" not in config
+    if is_older or (wrapper is not None and wrapper.field is None):
         config = _nested(config)
     outer = Fields(config, "config.json")
     ends = (*end_token_ids_from(generation_config), *outer.wholes("eos_token_id"))
     source, named = "config.json", config
-    if is_with_images:
-        named = outer.object_or_none("text_config") or {}
-        config, source = _text_config(outer, family), "text_config in config.json"
+    if part is not None:
+        named = outer.object_or_none(part) or {}
+        config, source = _text_config(outer, family, part), f"{part} in config.json"
     config = family.with_defaults(config)
     fields = ModelFields(
         config,
@@ -124,10 +126,11 @@ def model_config_from(
     if config.get("use_sliding_window") is False:
         notes |= {"sliding_window", "max_window_layers"}
     unread = [name for name in unread_names(fields, notes) if name.partition(".")[0] in named]
-    if is_with_images:
+    if part is not None:
+        unread = [f"{part}.{name}" for name in unread]
+    if part is not None and wrapper is None:
         beside = unread_names(outer, IMAGE_NOTES, with_images=True)
-        unread = [f"text_config.{name}" for name in unread]
-        unread += (name for name in beside if not name.startswith("text_config."))
+        unread += (name for name in beside if not name.startswith(f"{part}."))
     warn_of_unread("config.json", unread)
     return found
 
@@ -177,23 +180,33 @@ def sees_images(config: dict[str, object]) -> bool:
     Raises:
         ModelLoadError: the family is not supported.
     """
-    return _family(Fields(config, "config.json"))[1]
+    return _family(Fields(config, "config.json"))[1] is not None
 
 
-def _family(fields: Fields) -> tuple[Family, bool]:
-    """Return the family of the model, and True if the model also reads images."""
+def _family(fields: Fields) -> tuple[Family, str | None]:
+    """Return the family of the language model, and the field that describes it if the model also reads images."""
     named = fields.strings_or("architectures", None)
     if not named:
-        return family_of_model_type(fields.text_or("model_type", None)), False
+        return family_of_model_type(fields.text_or("model_type", None)), None
+    if (wrapper := LANGUAGE_PARTS.get(named[0])) is not None:
+        if wrapper.field is None:
+            return family_of_model_type(wrapper.model_type), "text_config"
+        part = fields.group_or_none(wrapper.field) or Fields({}, wrapper.field)
+        classes = part.strings_or("architectures", None)
+        model_type = part.text_or("model_type", None)
+        if classes and (model_type is None or not is_model_type(model_type)):
+            return family_of_class(classes[0]), wrapper.field
+        return family_of_model_type(model_type or wrapper.model_type), wrapper.field
     texts = fields.group_or_none("text_config")
     family = family_of_class(named[0], None if texts is None else texts.text_or("model_type", None))
-    return family, named[0] in family.with_images
+    return family, "text_config" if named[0] in family.with_images else None
 
 
 def _nested(config: dict[str, object]) -> dict[str, object]:
-    """Move the fields of the language model into text_config. Older configs of Qwen2.5-VL have them outside.
+    """Move the fields of the language model into text_config. Some configs have them outside.
 
-    Their rope scaling has the type "mrope", which scales nothing: it only divides the positions of images.
+    In older configs of Qwen2-VL and Qwen2.5-VL, rope scaling has the type "mrope", which scales nothing: it only
+    divides the positions of images.
     """
     texts = {
         name: value
@@ -206,16 +219,18 @@ def _nested(config: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in config.items() if name not in texts} | {"text_config": texts}
 
 
-def _text_config(fields: Fields, family: Family) -> dict[str, object]:
-    described = fields.object_or_none("text_config")
+def _text_config(fields: Fields, family: Family, part: str) -> dict[str, object]:
+    described = fields.object_or_none(part)
     # Without text_config, Idefics 3 and SmolVLM use a Llama with a different epsilon.
     if described is None:
         described = {"rms_norm_eps": 1e-5} if family.model_type == "llama" else {}
-    model_type = Fields(described, "text_config in config.json").text_or("model_type", family.model_type)
-    if model_type != family.model_type:
+    model_type = Fields(described, f"{part} in config.json").text_or("model_type", family.model_type)
+    if model_type != family.model_type and fields.strings_or("architectures", [""])[0] not in LANGUAGE_PARTS:
         raise ModelLoadError(
             f"the text_config in config.json is of a {model_type}; supported in such a model is {family.model_type}"
         )
+    if part != "text_config":
+        return {**family.text_defaults, **described}
     outside = {name: fields.flag_or(name, False) for name in ("tie_word_embeddings",) if name in fields}
     return {**family.text_defaults, **described, **outside}  # transformers reads the outer field, too.
 

@@ -60,10 +60,11 @@ FurtherTensor: TypeAlias = FileTensor | QuantizedMatrix | Mxfp4Matrix
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    # Older names of Qwen2.5-VL, whose other tensors begin with "visual.".
+    *((prefix, "") for prefix in ("language_model.", "language.", "llm.")),
+    # Names without a prefix. The other tensors of such models begin with "visual.", "vision_tower.",
+    # "model.vision_embed_tokens.", "transformer.vision." or "transformer.visual.".
     *((name, name) for name in ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")),
+    *((f"transformer.{name}.",) * 2 for name in ("embedding", "encoder", "h", "ln_f", "output_layer", "wte")),
 )
 EMBEDDING_NAME = "model.embed_tokens.weight"
 INDEX_NAME = "model.safetensors.index.json"
