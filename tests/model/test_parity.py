@@ -164,6 +164,8 @@ KINDS = (
     "deepseek-v3",
     "moonlight",
     "glm4-moe-lite",
+    "deepseek-v3.2",
+    "glm-moe-dsa",
     "minicpm3",
     "llama4",
     "llama4-images",

@@ -566,6 +566,7 @@ _LATENT = {
     "v_head_dim": 32,
     "num_key_value_heads": 4,
 }
+_INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 32}
 _DEEPSEEK_YARN = {**_YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}
 FAMILY_KINDS |= {
     "deepseek-v2": (
@@ -608,6 +609,21 @@ FAMILY_KINDS |= {
     "glm4-moe-lite": (
         "glm4_moe_lite",
         {**_LATENT, **_ROUTED, "q_lora_rank": 48, "first_k_dense_replace": None, "pad_token_id": 0},
+    ),
+    # The indexer selects all tokens of a context of 64.
+    "deepseek-v3.2": (
+        "deepseek_v32",
+        {
+            **_LATENT,
+            **_ROUTED,
+            **_INDEXER,
+            "q_lora_rank": 48,
+            "rope_parameters": {**_DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm-moe-dsa": (
+        "glm_moe_dsa",
+        {**_LATENT, **_ROUTED, **_INDEXER, "q_lora_rank": 48, "indexer_types": ["full", "shared"]},
     ),
     "minicpm3": (
         "minicpm3",

@@ -3,11 +3,17 @@
 MiniCPM3 has latent attention without experts. GLM-4.7-Flash is built like V3.
 
 dots.llm1 has the experts of V3 and ordinary attention.
+
+DeepSeek-V3.2 and GLM-5 have an indexer, which selects the tokens of a context that attention reads. It selects all
+tokens of a context of up to `index_topk` tokens. Only such contexts are served, and the indexer is not read.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -16,7 +22,21 @@ from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import ExpertsConfig, LatentAttentionConfig, LayerConfig, MlpConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["DEEPSEEK", "DEEPSEEK_V2", "DEEPSEEK_V3", "DOTS1", "GLM4_MOE_LITE", "MINICPM", "MINICPM3", "SARVAM_MLA"]
+__all__ = [
+    "DEEPSEEK",
+    "DEEPSEEK_V2",
+    "DEEPSEEK_V3",
+    "DEEPSEEK_V32",
+    "DOTS1",
+    "GLM4_MOE_LITE",
+    "GLM_MOE_DSA",
+    "MINICPM",
+    "MINICPM3",
+    "SARVAM_MLA",
+]
+
+
+logger = logging.getLogger(__name__)
 
 
 def _attention(fields: ModelFields) -> LatentAttentionConfig:
@@ -74,13 +94,40 @@ def _describe_glm(fields: ModelFields) -> ModelConfig:
     return _described(fields, "glm4_moe_lite", mlps, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
 
 
-def _described(
-    fields: ModelFields, family: str, mlps: list[MlpConfig | ExpertsConfig], **choices: float
-) -> ModelConfig:
+def _described(fields: ModelFields, family: str, mlps: list[MlpConfig | ExpertsConfig], **choices: Any) -> ModelConfig:
     if not fields.flag_or("rope_interleave", True):
         raise fields.wrong("rope_interleave", "true for this family")
     attention = _attention(fields)
     return fields.described(family, [LayerConfig(attention=attention, mlp=mlp) for mlp in mlps], **choices)
+
+
+def _describe_v32(fields: ModelFields) -> ModelConfig:
+    return _described_indexed(fields, "deepseek_v32", dense_count=3, norm_eps=1e-6)
+
+
+def _describe_glm_dsa(fields: ModelFields) -> ModelConfig:
+    return _described_indexed(fields, "glm_moe_dsa", dense_count=3, norm_eps=1e-5)
+
+
+def _described_indexed(fields: ModelFields, family: str, dense_count: int, norm_eps: float) -> ModelConfig:
+    """Describe a model whose attention reads the tokens that an indexer selects, for contexts that it selects whole."""
+    if not {"indexed_attention"}.issuperset(fields.strings_or("layer_types", [])):
+        raise fields.wrong("layer_types", "a list of 'indexed_attention'")
+    whole, selected = fields.whole("max_position_embeddings"), fields.whole_or("index_topk", 2048)
+    if selected < whole:
+        logger.warning(
+            "contexts are limited to index_topk tokens: the indexer of this model, which longer contexts need, is not "
+            "supported index_topk=%d max_position_embeddings=%d",
+            selected,
+            whole,
+        )
+    return _described(
+        fields,
+        family,
+        fields.routed_by_sigmoid(dense_count),
+        context_tokens_max=min(whole, selected),
+        norm_eps=fields.number_or("rms_norm_eps", norm_eps),
+    )
 
 
 def _describe_v1(fields: ModelFields) -> ModelConfig:
@@ -180,6 +227,43 @@ GLM4_MOE_LITE = Family(
     notes=("qk_head_dim",),
     describe=_describe_glm,
     transformers=Naming(modules=SHARED_EXPERTS, pairs_adjacent=True),
+)
+# Some layers of GLM-5 have no indexer: they read the tokens that an earlier layer's indexer selects.
+_INDEXED = replace(
+    DEEPSEEK_V3.transformers,
+    unread=tuple(
+        f"self_attn.indexer.{name}"
+        for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+    ),
+)
+_INDEXED_NOTES = (
+    *("qk_head_dim", "index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk_freq"),
+    *("index_topk_pattern", "indexer_rope_interleave", "indexer_types"),
+)
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v32",
+    classes=("DeepseekV32ForCausalLM",),
+    model_type="deepseek_v32",
+    notes=_INDEXED_NOTES,
+    describe=_describe_v32,
+    transformers=_INDEXED,
+    gguf=None,
+)
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    name="glm_moe_dsa",
+    classes=("GlmMoeDsaForCausalLM",),
+    model_type="glm_moe_dsa",
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 2048,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    describe=_describe_glm_dsa,
 )
 SARVAM_MLA = Family(
     name="sarvam_mla",

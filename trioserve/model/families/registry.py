@@ -13,8 +13,10 @@ from trioserve.model.families.deepseek import (
     DEEPSEEK,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     DOTS1,
     GLM4_MOE_LITE,
+    GLM_MOE_DSA,
     MINICPM,
     MINICPM3,
     SARVAM_MLA,
@@ -177,6 +179,8 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3,
     GLM4_MOE_LITE,
     MINICPM3,
+    DEEPSEEK_V32,
+    GLM_MOE_DSA,
     SARVAM_MLA,
     DEEPSEEK,
     MINICPM,
@@ -304,7 +308,11 @@ def family_of_model_type(name: str | None) -> Family:
 
 
 def is_model_type(name: str) -> bool:
-    """Return True if a supported family has this model_type."""
+    """Return True if a supported family has this model_type.
+
+    Args:
+        name: value of model_type in a config.
+    """
     return any(name == family.model_type for family in FAMILIES)
 
 
