@@ -250,6 +250,7 @@ class _Opening:
                         guard=computing.guard,
                         cache_release=cache_release_of(runner, compute, new_parts),
                         weights=computing.weights,
+                        audio_encoder=computing.audio_encoder,
                     )
 
                 if self._engine is None:
@@ -274,7 +275,7 @@ class _Opening:
         Args:
             parts: result of the first `open_parts`.
         """
-        core, steps, connector, readers_first, when_idle, image_encoder, guard, cache_release, weights = parts
+        core = parts.core
         config, files, settings = self._config, self._files, core.settings
         checkpoint, defaults, compiler = files.checkpoint, files.defaults, files.compiler
         assert checkpoint is not None, "no parts were opened"
@@ -295,10 +296,13 @@ class _Opening:
                 executor=self._executor,
                 family=checkpoint.config.family,
                 weight_bytes=checkpoint.weight_bytes,
-                images=files.image_processing(checkpoint, image_encoder, compiler.tokenizer),
+                images=files.image_processing(checkpoint, parts.image_encoder, compiler.tokenizer),
+                audio=None
+                if isinstance(checkpoint, EncoderDirectory) or checkpoint.audio is None
+                else checkpoint.audio.processing,
             ),
             core=core,
-            steps=steps,
+            steps=parts.steps,
             tokenizer=compiler.tokenizer,
             text_threads=self._text,
             metrics=self._metrics,
@@ -311,7 +315,7 @@ class _Opening:
                 session_idle_seconds=config.session_idle_seconds,
             ),
             default_sampling=defaults.sampling,
-            connector=connector,
+            connector=parts.connector,
             role=None if self._transfers is None else self._transfers.shown_role,
             families=ResponseFamilies(
                 compiler.tokenizer,
@@ -319,18 +323,19 @@ class _Opening:
                 tool_call_leniency=config.tool_call_leniency,
                 reasoning_parser=config.reasoning_parser,
             ),
-            readers_first=readers_first,
-            when_idle=when_idle,
+            readers_first=parts.readers_first,
+            when_idle=parts.when_idle,
             guides=GuideFactory(compiler),
-            image_encoder=image_encoder,
+            image_encoder=parts.image_encoder,
+            audio_encoder=parts.audio_encoder,
             image_decoder=self.image_decoder,
             media=MediaFetcher(config.allowed_media_domains, self.image_decoder.limits.image_bytes_max)
             if config.allowed_media_domains
             else None,
             adapters=self._adapters,
-            guard=guard,
-            cache_release=cache_release,
-            weights=weights,
+            guard=parts.guard,
+            cache_release=parts.cache_release,
+            weights=parts.weights,
         )
         return self._engine
 
@@ -435,7 +440,9 @@ class _Opening:
         )
 
 
-def _pooling_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PoolingModel:
+def _pooling_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PoolingModel | None:
+    if not isinstance(checkpoint, EncoderDirectory) and checkpoint.audio is not None:
+        return None
     size, whole_tokens_max = checkpoint.config.hidden_size, settings.whole_tokens_max
     if not isinstance(checkpoint, EncoderDirectory):
         return PoolingModel(

@@ -13,6 +13,7 @@ import trio
 from trioserve.assemble_model import LoadProgress, LoadReport, ModelFiles
 from trioserve.connectors.settings import ConnectorSettings
 from trioserve.contracts.adapter import AdapterId
+from trioserve.contracts.audio import AudioEncoder
 from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import BlockCopies, KVPages
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
@@ -21,7 +22,7 @@ from trioserve.engine.adapters import AdapterTarget
 from trioserve.engine.between_steps import (
     SentWeights,
     ThreadedCopies,
-    ThreadedImageEncoder,
+    ThreadedEncoder,
     ThreadedWeights,
     WrittenWeights,
 )
@@ -73,6 +74,7 @@ class Computing(NamedTuple):
     weights: WeightTarget | str
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
+    audio_encoder: AudioEncoder | None = None
 
 
 @uninterrupted
@@ -122,6 +124,7 @@ class LocalModel:
                 lambda: compute.run(runner.claim_memory),
                 _weight_target(runner, compute, self._groups, options.max_model_len),
                 image_encoder_of(runner, compute),
+                audio_encoder=_audio_encoder_of(runner, compute),
             )
         finally:
             for made in runners:
@@ -283,7 +286,12 @@ def image_encoder_of(runner: Runner, compute: WorkerThread) -> ImageEncoder | No
         compute: the compute thread.
     """
     vision = getattr(runner, "vision", None)
-    return None if vision is None else ThreadedImageEncoder(vision.begin, compute)
+    return None if vision is None else ThreadedEncoder(vision.begin, compute)
+
+
+def _audio_encoder_of(runner: Runner, compute: WorkerThread) -> AudioEncoder | None:
+    audio = getattr(runner, "audio", None)
+    return None if audio is None else ThreadedEncoder(audio.begin, compute)
 
 
 def copies_of(pages: KVPages, compute: WorkerThread) -> BlockCopies | None:

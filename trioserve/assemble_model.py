@@ -13,6 +13,7 @@ import trio
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.commands.prompt_naming import load_tokenizer
+from trioserve.contracts.audio import AudioProcessing
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.images import ImageEncoder
 from trioserve.model.adapter_weights import AdapterWeights
@@ -238,6 +239,14 @@ class ModelFiles:
             logger.warning("images are not served: %s", reason)
             return None
         return processing
+
+    @property
+    def audio_processing(self) -> AudioProcessing | None:
+        """How the model hears. None for a model without an audio encoder."""
+        checkpoint = self.checkpoint
+        if checkpoint is None or isinstance(checkpoint, EncoderDirectory) or checkpoint.audio is None:
+            return None
+        return checkpoint.audio.processing
 
     async def read_adapter(self, path: str, is_checked: bool) -> AdapterWeights:
         """Read the files of an adapter for `engine.adapters.Adapters`.

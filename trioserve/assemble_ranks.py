@@ -92,6 +92,11 @@ class RankedModel:
         if isinstance(checkpoint, EncoderDirectory):
             name = "--tensor-parallel-size" if options.tensor_parallel_size > 1 else "--pipeline-parallel-size"
             raise StartupError(f"{name} is set, but an encoder runs in one process: leave it out")
+        if checkpoint.audio is not None:
+            raise StartupError(
+                "a model that transcribes speech runs in one process: leave out --tensor-parallel-size and "
+                "--pipeline-parallel-size"
+            )
         stages = stage_configs(checkpoint, options.pipeline_parallel_size)
         for stage in stages:  # Check the division of each stage before any rank starts.
             share_of(stage, 0, options.tensor_parallel_size, expert_parallel=options.enable_expert_parallel)

@@ -43,6 +43,12 @@ def tiny_qwen_vl() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def tiny_whisper() -> ModuleType:
+    """The module tiny_whisper, with write_checkpoint and features."""
+    return _neighbour("tiny_whisper")
+
+
+@pytest.fixture(scope="session")
 def tiny_encoders() -> ModuleType:
     """The module tiny_encoders, with KINDS and write_encoder."""
     return _neighbour("tiny_encoders")

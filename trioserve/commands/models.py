@@ -316,6 +316,13 @@ class _Checking:
             reason = None if has_torch() else install_command("torch")
             yield Finding("images", "ok" if reason is None else "absent", processing.description, reason)
 
+        if checkpoint.audio is not None:
+            audio = checkpoint.audio.processing
+            reason = None if has_torch() else install_command("torch")
+            languages = f"{len(audio.languages)} languages" if audio.languages else "English only"
+            rows = f"{audio.row_count} rows per {audio.window_seconds} s, {languages}"
+            yield Finding("speech", "ok" if reason is None else "absent", rows, reason)
+
     def _fitting(self, name: str, checkpoint: Checkpoint, settings: ModelSettings, option: str = "") -> Finding:
         """Return how many tokens and streams fit into the KV cache, whose size follows from the settings."""
         try:
@@ -382,7 +389,7 @@ def _fixed_memory(estimate: ModelEstimate, free_bytes: int) -> Iterator[Finding]
     how = {"none": f"in {estimate.dtype}", "file": "quantized as in the file"}.get(
         estimate.quantization, f"quantized to {estimate.quantization}"
     )
-    images = f", and {_gib(estimate.vision_bytes)} of the image encoder" if estimate.vision_bytes else ""
+    images = f", and {_gib(estimate.vision_bytes)} of the encoder of images or sound" if estimate.vision_bytes else ""
     yield Finding("weights", "ok" if fits else "missing", f"{_gib(estimate.weight_bytes)} {how}{images}", advice)
     overhead = _gib(estimate.overhead_bytes)
     yield Finding("workspace", "ok", f"{overhead} for the program, its tokenizer and the buffers of a step")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["TIMESTAMP_SECONDS", "AudioProcessing", "AudioPrompt", "SpeechRules"]
+__all__ = ["TIMESTAMP_SECONDS", "AudioEncoder", "AudioProcessing", "AudioPrompt", "SpeechRules"]
 
 TIMESTAMP_SECONDS = 0.02  # One timestamp token is later than the previous one by this time.
 
@@ -115,6 +116,26 @@ class AudioProcessing(msgspec.Struct, frozen=True, kw_only=True):
             suppressed_ids=self.suppressed_ids,
             begin_suppressed_ids=self.begin_suppressed_ids,
         )
+
+
+class AudioEncoder(Protocol):
+    """Turns spectra into the rows that a decoder attends to. Its methods are called from the event loop."""
+
+    def encode(self, features: object) -> Coroutine[Any, Any, object]:
+        """Compute the rows of one window, in pieces between which the engine runs steps.
+
+        A cancelled caller returns at once.
+
+        Args:
+            features: See AudioPrompt.
+
+        Returns:
+            Buffer of float32 [row_count, embedding_size].
+
+        Raises:
+            AlreadyEnded: the engine was closed or restarted.
+        """
+        ...
 
 
 class AudioPrompt(msgspec.Struct, frozen=True, kw_only=True):

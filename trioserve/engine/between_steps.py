@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import trio
 
 from trioserve.contracts.ids import BlockIndex
-from trioserve.contracts.images import ImagePlan, Tiles
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, WeightGroup, WeightSource
 from trioserve.engine.weight_updates import Replacement
@@ -23,7 +22,7 @@ __all__ = [
     "LaunchedCopy",
     "LaunchesCopies",
     "ThreadedCopies",
-    "ThreadedImageEncoder",
+    "ThreadedEncoder",
     "ThreadedWeights",
     "WrittenWeights",
 ]
@@ -162,7 +161,7 @@ class _ThreadedReplacement:
 
 
 class Encoding(Protocol):
-    """The encoding of one image, computed step by step.
+    """The encoding of one image or of one window of sound, computed step by step.
 
     Attributes:
         rows: the embeddings, set when `advance` has returned True. See `ImageEncoder.encode`.
@@ -176,8 +175,8 @@ class Encoding(Protocol):
         ...
 
 
-class ThreadedImageEncoder:
-    """Encodes images in the compute thread. Implements `ImageEncoder`.
+class ThreadedEncoder:
+    """Encodes images or sound in the compute thread. Implements `ImageEncoder` and `AudioEncoder`.
 
     An encoding has several parts. Each part is submitted after the previous one has ended, so a waiting step runs
     first.
@@ -187,12 +186,12 @@ class ThreadedImageEncoder:
         thread: the compute thread.
     """
 
-    def __init__(self, begin: Callable[[Tiles, ImagePlan], Encoding], thread: WorkerThread) -> None:
+    def __init__(self, begin: Callable[..., Encoding], thread: WorkerThread) -> None:
         self._begin = begin
         self._thread = thread
 
-    async def encode(self, tiles: Tiles, plan: ImagePlan) -> object:
-        encoding = await self._thread.run_cancellable(self._begin, tiles, plan)
+    async def encode(self, *inputs: object) -> object:
+        encoding = await self._thread.run_cancellable(self._begin, *inputs)
         while not await self._thread.run_cancellable(encoding.advance):
             pass
         return encoding.rows

@@ -24,6 +24,7 @@ from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.arguments import check_flags, check_texts, refuse, to_bool, to_float, to_int, to_str
+from trioserve.contracts.audio import AudioEncoder
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import InvalidRequest, Overloaded
@@ -97,7 +98,8 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         readers_first: see `EngineLoop`.
         when_idle: see `EngineLoop`.
         guides: compiles grammars. None: requests with structured output are refused.
-        image_encoder: computes embeddings of images. None: the model reads text only.
+        image_encoder: computes embeddings of images. None: the model reads no images.
+        audio_encoder: computes rows of sound. None: the model hears nothing.
         image_decoder: decodes image files. Required if the model reads images.
         media: fetches images by URL. None: URLs are refused.
         adapters: LoRA adapters. None: adapters are disabled.
@@ -128,6 +130,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         when_idle: WhenIdle | None = None,
         guides: GuideFactory | None = None,
         image_encoder: ImageEncoder | None = None,
+        audio_encoder: AudioEncoder | None = None,
         image_decoder: ImageDecoder | None = None,
         media: MediaFetcher | None = None,
         adapters: Adapters | None = None,
@@ -156,7 +159,18 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         )
         super().__init__(
             self._texts,
-            EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard, cache_release, weights),
+            EngineParts(
+                core,
+                steps,
+                connector,
+                readers_first,
+                when_idle,
+                image_encoder,
+                guard,
+                cache_release,
+                weights,
+                audio_encoder,
+            ),
             metrics=metrics,
             settings=settings,
             sequences_max=core.settings.max_num_seqs,
@@ -788,4 +802,4 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         """Image embeddings and the requests that use them, for tests and the status page. None: the model reads no
         images.
         """
-        return None if self._texts.images is None else self._texts.images.outputs
+        return None if self._texts.encoding is None else self._texts.encoding.outputs

@@ -1,37 +1,41 @@
-"""Computes the embeddings of a prompt's images before its request joins the core.
+"""Computes the embeddings of a prompt's images or sound before its request joins the core.
 
-Other processes decode a few images at a time. The model encodes one image at a time, between steps. If a request is
+Other processes decode a few images at a time. The model encodes one input at a time, between steps. If a request is
 cancelled meanwhile, it ends at once, and its claim on memory is released in the same call.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from functools import partial
 from hashlib import blake2b
 
 import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.contracts.audio import AudioEncoder, AudioProcessing
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, RequestFailed
-from trioserve.contracts.images import GivenRows, ImageEncoder, ImagePlan, Tiles
+from trioserve.contracts.images import GivenRows, ImageEncoder
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.registry import Metrics
 from trioserve.vision.families.registry import ImageProcessing
 from trioserve.vision.image_prompt import PromptImage, ReadImage
 
-__all__ = ["ImageEncoding", "output_name"]
+__all__ = ["AudioEncoding", "ImageEncoding", "InputEncoding", "output_name"]
 
 logger = logging.getLogger(__name__)
 
+AUDIO_OUTPUTS_BYTES_MAX = 256 * 2**20  # Rows of 33 windows of the largest Whisper.
 
-class ImageEncoding:
-    """Encodes the images of requests.
+
+class InputEncoding(ABC):
+    """Encodes the images or the sound of requests, one input at a time, because encoding uses all processors.
 
     Args:
-        processing: how images are prepared for the model.
-        decoder: decodes image files.
+        bytes_max: limit of the memory for outputs.
         metrics: receive times and cache counts.
         wait_until_open: waits until the engine computes. Raises the refusal if the engine is closed.
 
@@ -40,34 +44,28 @@ class ImageEncoding:
         encoder: computes embeddings. The engine sets it whenever it is opened.
     """
 
-    def __init__(
-        self,
-        processing: ImageProcessing,
-        decoder: ImageDecoder,
-        metrics: Metrics,
-        wait_until_open: Callable[[], Awaitable[None]],
-    ) -> None:
-        self.outputs = EncoderOutputs(decoder.limits.outputs_bytes_max)
-        self.encoder: ImageEncoder | None = None
-        self._processing = processing
-        self._decoder = decoder
-        self._metrics = metrics
+    _what: str  # Name of an input in errors.
+
+    def __init__(self, bytes_max: int, metrics: Metrics, wait_until_open: Callable[[], Awaitable[None]]) -> None:
+        self.outputs = EncoderOutputs(bytes_max)
+        self.encoder: ImageEncoder | AudioEncoder | None = None
         self._wait_until_open = wait_until_open
-        self._encoder_turn = trio.Lock()  # The model encodes one image at a time, because encoding uses all processors.
-        # The event of an image is set when its encoding has ended or failed.
+        self._encoder_turn = trio.Lock()
+        # The event of an input is set when its encoding has ended or failed.
         self._under_way: dict[bytes, trio.Event] = {}
+        self._metrics = metrics
         self._seen = (0, 0)
         metrics.on_scrape(self._show)
 
     async def prepare(self, request: OpenRequest) -> None:
-        """Encode the images of a request. The caller must call `release` at the end, also after an error.
+        """Encode the inputs of a request. The caller must call `release` at the end, also after an error.
 
         Args:
             request: a request whose prompt is tokenized.
 
         Raises:
             InvalidRequest: an image cannot be decoded.
-            RequestFailed: an image cannot be encoded.
+            RequestFailed: an input cannot be encoded.
         """
         if request.is_finished:
             return
@@ -76,10 +74,9 @@ class ImageEncoding:
         request.output_claim = claim
         if not claim.is_granted:
             await granted.wait()
-        for image in {one.image.digest: one.image for one in request.images}.values():
-            await self._have_encoded(image, output_name(image.digest, request.cache_salt), request.tenant)
-        if request.output_claim is claim:  # If the image has another claim now, the request was ended meanwhile.
-            request.given = tuple(rows for image in request.images for rows in self._rows(image, request.cache_salt))
+        await self._encode_all(request)
+        if request.output_claim is claim:  # If the input has another claim now, the request was ended meanwhile.
+            request.given = self._given(request)
             request.forget_files()
 
     def release(self, request: OpenRequest) -> None:
@@ -93,15 +90,21 @@ class ImageEncoding:
             request.given = ()
             self.outputs.release(claim)
 
+    @abstractmethod
     def _sizes(self, request: OpenRequest) -> dict[bytes, int]:
-        return {
-            output_name(one.image.digest, request.cache_salt): one.image.plan.row_count * self._processing.row_bytes
-            for one in request.images
-        }
+        """Return the size of each output in bytes, by its name."""
 
-    async def _have_encoded(self, image: ReadImage, name: bytes, tenant: str) -> None:
-        """Encode an image unless it is cached. Other requests with the same image wait for the first request. If the
-        first request is cancelled, another one encodes the image.
+    @abstractmethod
+    async def _encode_all(self, request: OpenRequest) -> None:
+        """Encode each input that is not cached."""
+
+    @abstractmethod
+    def _given(self, request: OpenRequest) -> tuple[GivenRows, ...]:
+        """Return the embeddings of all inputs."""
+
+    async def _have_encoded(self, name: bytes, encode: Callable[[], Awaitable[object]]) -> None:
+        """Encode an input unless its output is cached. Other requests with the same input wait for the first request.
+        If the first request is cancelled, another one encodes the input.
         """
         while self.outputs.values(name) is None:
             if (other := self._under_way.get(name)) is not None:
@@ -109,34 +112,128 @@ class ImageEncoding:
                 continue
             is_over = self._under_way[name] = trio.Event()
             try:
-                # Keep the decoder slot until the tiles are encoded. This bounds how many decoded images wait in memory.
-                async with self._decoder.turn(tenant):
-                    tiles = await self._decoder.tiles(image.content, self._processing, image.plan, image.place)
-                    async with self._encoder_turn:
-                        began_at = trio.current_time()
-                        values = await self._encoded(tiles, image.plan)
-                self._metrics.image_encoding_seconds.observe(trio.current_time() - began_at)
-                self.outputs.put(name, values)
+                self.outputs.put(name, await encode())
             finally:
                 del self._under_way[name]
                 is_over.set()
 
-    async def _encoded(self, tiles: Tiles, plan: ImagePlan) -> object:
+    async def _encoded(self, *inputs: object) -> object:
+        """Return the output of the encoder."""
+        async with self._encoder_turn:
+            began_at = trio.current_time()
+            values = await self._encoded_in_turn(*inputs)
+        self._metrics.image_encoding_seconds.observe(trio.current_time() - began_at)
+        return values
+
+    async def _encoded_in_turn(self, *inputs: object) -> object:
         while True:
             await self._wait_until_open()
             encoder = self.encoder
             if encoder is None:
-                raise InvalidRequest("this engine encodes no images: it was reopened without them", param="messages")
+                raise InvalidRequest(
+                    f"this engine encodes no {self._what}: it was reopened without an encoder", param="messages"
+                )
             try:
-                return await encoder.encode(tiles, plan)
+                return await encoder.encode(*inputs)  # type: ignore[arg-type]  # a subclass knows its encoder
             except AlreadyEnded:
                 # The encoder was not replaced, so the engine is closed and will not be reopened.
                 if encoder is self.encoder:
                     await self._wait_until_open()
                     raise
             except Exception as error:  # The encoder failed, for example because there is too little memory.
-                logger.exception("an image could not be encoded")
-                raise RequestFailed(f"the image could not be encoded: {type(error).__name__}: {error}") from error
+                logger.exception("an input could not be encoded kind=%s", self._what)
+                raise RequestFailed(
+                    f"the {self._what} could not be encoded: {type(error).__name__}: {error}"
+                ) from error
+
+    def _show(self) -> None:
+        outputs, metrics = self.outputs, self._metrics
+        metrics.image_output_bytes.labels("used").set(outputs.claimed_bytes)
+        metrics.image_output_bytes.labels("cached").set(outputs.cached_bytes)
+        seen = outputs.query_count, outputs.hit_count
+        metrics.image_queries_total.inc(seen[0] - self._seen[0])
+        metrics.image_hits_total.inc(seen[1] - self._seen[1])
+        self._seen = seen
+
+
+class AudioEncoding(InputEncoding):
+    """Encodes the sound of requests.
+
+    Args:
+        processing: how the model hears.
+        metrics: see InputEncoding.
+        wait_until_open: see InputEncoding.
+    """
+
+    _what = "sound"
+
+    def __init__(
+        self, processing: AudioProcessing, metrics: Metrics, wait_until_open: Callable[[], Awaitable[None]]
+    ) -> None:
+        super().__init__(AUDIO_OUTPUTS_BYTES_MAX, metrics, wait_until_open)
+        self._processing = processing
+
+    def _sizes(self, request: OpenRequest) -> dict[bytes, int]:
+        assert request.audio is not None, "prepare of a request without sound"
+        return {output_name(request.audio.digest, request.cache_salt): self._processing.window_bytes}
+
+    async def _encode_all(self, request: OpenRequest) -> None:
+        audio = request.audio
+        assert audio is not None, "prepare of a request without sound"
+
+        name = output_name(audio.digest, request.cache_salt)
+        await self._have_encoded(name, partial(self._encoded, audio.features))
+
+    def _given(self, request: OpenRequest) -> tuple[GivenRows, ...]:
+        audio = request.audio
+        assert audio is not None, "prepare of a request without sound"
+        values = self.outputs.values(output_name(audio.digest, request.cache_salt))
+        assert values is not None, "the claim keeps the encoded sound"
+        return (GivenRows(0, self._processing.row_count, audio.digest, values),)
+
+
+class ImageEncoding(InputEncoding):
+    """Encodes the images of requests.
+
+    Args:
+        processing: how images are prepared for the model.
+        decoder: decodes image files.
+        metrics: see InputEncoding.
+        wait_until_open: see InputEncoding.
+    """
+
+    _what = "image"
+
+    def __init__(
+        self,
+        processing: ImageProcessing,
+        decoder: ImageDecoder,
+        metrics: Metrics,
+        wait_until_open: Callable[[], Awaitable[None]],
+    ) -> None:
+        super().__init__(decoder.limits.outputs_bytes_max, metrics, wait_until_open)
+        self._processing = processing
+        self._decoder = decoder
+
+    def _sizes(self, request: OpenRequest) -> dict[bytes, int]:
+        return {
+            output_name(one.image.digest, request.cache_salt): one.image.plan.row_count * self._processing.row_bytes
+            for one in request.images
+        }
+
+    async def _encode_all(self, request: OpenRequest) -> None:
+        for image in {one.image.digest: one.image for one in request.images}.values():
+            name = output_name(image.digest, request.cache_salt)
+            await self._have_encoded(name, partial(self._decoded_and_encoded, image, request.tenant))
+
+    async def _decoded_and_encoded(self, image: ReadImage, tenant: str) -> object:
+        # Keep the decoder slot until the tiles are encoded. This bounds how many decoded images wait in memory.
+        async with self._decoder.turn(tenant):
+            tiles = await self._decoder.tiles(image.content, self._processing, image.plan, image.place)
+            return await self._encoded(tiles, image.plan)
+
+    def _given(self, request: OpenRequest) -> tuple[GivenRows, ...]:
+        return tuple(rows for image in request.images for rows in self._rows(image, request.cache_salt))
 
     def _rows(self, image: PromptImage, cache_salt: str | None) -> list[GivenRows]:
         """Return the embeddings of each run of an image's tokens."""
@@ -150,15 +247,6 @@ class ImageEncoding:
             first += count
             rows.append(GivenRows(start, count, _name_of_run(image.image.digest, run), part, image.image.plan.grid))
         return rows
-
-    def _show(self) -> None:
-        outputs, metrics = self.outputs, self._metrics
-        metrics.image_output_bytes.labels("used").set(outputs.claimed_bytes)
-        metrics.image_output_bytes.labels("cached").set(outputs.cached_bytes)
-        seen = outputs.query_count, outputs.hit_count
-        metrics.image_queries_total.inc(seen[0] - self._seen[0])
-        metrics.image_hits_total.inc(seen[1] - self._seen[1])
-        self._seen = seen
 
 
 def output_name(digest: bytes, cache_salt: str | None) -> bytes:

@@ -250,6 +250,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         """Drop the image files and the sound to save memory, because they are already encoded."""
         self.images = ()
         self.audio = None
+        if isinstance(self.prompt, AudioPrompt):
+            self.prompt = msgspec.structs.replace(self.prompt, features=b"")
 
     @property
     def prompt_token_count(self) -> int:

@@ -14,6 +14,7 @@ import trio
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.text_threads import TextRunner, TextThreads
+from trioserve.contracts.audio import AudioEncoder
 from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
@@ -27,7 +28,7 @@ from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_metrics import show_connector
-from trioserve.engine.image_encoding import ImageEncoding
+from trioserve.engine.image_encoding import AudioEncoding, ImageEncoding, InputEncoding
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.kv_limit import KvLimit, KvRelease
 from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
@@ -71,7 +72,8 @@ class EngineParts(NamedTuple):
         connector: moves KV blocks to and from other engines. None: no connector.
         readers_first: see `EngineLoop`.
         when_idle: see `EngineLoop`.
-        image_encoder: computes the embeddings of images in prompts. None: the model reads text only.
+        image_encoder: computes the embeddings of images in prompts. None: the model reads no images.
+        audio_encoder: computes the rows of sound. None: the model hears nothing.
         guard: waits until one of the computing processes is lost. None: only a failed step can report such a loss.
         cache_release: releases only the KV cache. If this is impossible, a sentence that gives the reason.
         weights: replaces the weights. If this is impossible, a sentence that gives the reason. The object stays the
@@ -87,6 +89,7 @@ class EngineParts(NamedTuple):
     guard: Guard | None = None
     cache_release: KvRelease[EngineParts] | str = "this engine cannot release its KV cache alone"
     weights: WeightTarget | str = "this engine has no weights"
+    audio_encoder: AudioEncoder | None = None
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]
@@ -128,11 +131,13 @@ class TextWork:
         self._settings = settings
         self._text_threads = text_threads
         self._image_reader: ImageReader | None = None
-        self.images: ImageEncoding | None = None
+        self.encoding: InputEncoding | None = None
         if model.images is not None:
             assert image_decoder is not None, "the model reads images, and there is no decoder for them"
             self._image_reader = ImageReader(model.images, image_decoder.limits)
-            self.images = ImageEncoding(model.images, image_decoder, metrics, self._wait_until_open)
+            self.encoding = ImageEncoding(model.images, image_decoder, metrics, self._wait_until_open)
+        if model.audio is not None:
+            self.encoding = AudioEncoding(model.audio, metrics, self._wait_until_open)
         self.prompts = self.encoder(text_threads, media)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
         self.guides = GuidePreparation(guides, text_threads, metrics)
@@ -158,8 +163,8 @@ class TextWork:
     def install(self, parts: EngineParts) -> tuple[EngineCore, Delivery]:
         core, _, connector, *_ = parts
         metrics = self.metrics
-        if self.images is not None:
-            self.images.encoder = parts.image_encoder
+        if self.encoding is not None:
+            self.encoding.encoder = parts.audio_encoder if self.model.audio is not None else parts.image_encoder
         self._core = core
         self._delivery = Delivery(
             core,
@@ -249,10 +254,10 @@ class TextWork:
         await request.tokenize(prompts)
         if request.resume is not None:
             await self._take_known(request, request.resume, prompts)
-        if self.images is not None and request.images:
+        if self.encoding is not None and (request.images or request.audio is not None):
             self._preparation.check_room(request)
             await self._engine.wait_until_admitted()
-            await self.images.prepare(request)
+            await self.encoding.prepare(request)
 
     def sequences(self, request: OpenRequest) -> list[EngineRequest]:
         sequences = (
@@ -264,8 +269,8 @@ class TextWork:
         return sequences
 
     def release(self, request: OpenRequest) -> None:
-        if self.images is not None:
-            self.images.release(request)  # Other requests can then use the memory of these embeddings.
+        if self.encoding is not None:
+            self.encoding.release(request)  # Other requests can then use the memory of these embeddings.
         session, request.session = request.session, None
         if session is not None:
             self.sessions.end_turn(request, session)

@@ -22,7 +22,8 @@ class ImageMetrics:
         Metric(
             Question.IMAGES,
             "seconds",
-            "Time to encode an image that was not cached, including the steps that were computed in between.",
+            "Time to encode an image or a window of sound that was not cached, including the steps that were computed "
+            "in between.",
             buckets=WAIT_SECONDS,
         ),
     ]
@@ -37,17 +38,19 @@ class ImageMetrics:
         ),
     ]
     image_queries_total: Annotated[
-        Counter, Metric(Question.IMAGES, "images", "Images in prompts. An image that a prompt repeats counts once.")
+        Counter,
+        Metric(Question.IMAGES, "images", "Images and windows of sound in prompts. A repeated image counts once."),
     ]
     image_hits_total: Annotated[
-        Counter, Metric(Question.IMAGES, "images", "Images in prompts that had been encoded before.")
+        Counter,
+        Metric(Question.IMAGES, "images", "Images and windows of sound in prompts that had been encoded before."),
     ]
     image_output_bytes: Annotated[
         Gauge,
         Metric(
             Question.IMAGES,
             "bytes",
-            "Memory of encoded images: used by requests, including reservations, or cached.",
+            "Memory of encoded images and sound: used by requests, including reservations, or cached.",
             labels=(Label("state", ("used", "cached")),),
         ),
     ]

@@ -1,4 +1,4 @@
-"""Decoder-only model in torch. It computes any model family layer by layer, as its ModelConfig describes."""
+"""Decoder in torch. It computes any model family layer by layer, as its ModelConfig describes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trioserve.model.mlp import Experts, Mlp, Xielu
 from trioserve.model.model_config import LayerPart, ModelConfig
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
 from trioserve.model.recurrent_layers import DeltaNet, SelectiveScan, ShortConv, StateSpace
-from trioserve.model.step_tensors import HeadShape, StepTensors
+from trioserve.model.step_tensors import EncodedRows, HeadShape, StepTensors
 from trioserve.model.streams import LayerStreams, Streams
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
@@ -88,7 +88,8 @@ class _Attention:
         self._kind = attention.window, HeadShape.of(attention)
         hidden, keys, queries = config.hidden_size, attention.key_size, attention.query_size
         own = {"k_proj": keys, "v_proj": keys} if attention.kv_from is None else {}
-        self._qkv = linear(hidden, attention.has_bias, q_proj=queries, **own)
+        unbiased = () if attention.has_key_bias else ("k_proj",)
+        self._qkv = linear(hidden, attention.has_bias, unbiased, q_proj=queries, **own)
         self._gate = linear(hidden, attention.has_bias, q_gate_proj=queries) if attention.has_gate else None
         self._head_norms: HeadNorms | None = None
         if attention.qk_norm != "none":
@@ -171,6 +172,52 @@ class _Attention:
         return self._output(rows, step.adapters), keys_values
 
 
+class _CrossAttention:
+    """Cross attention of one layer with its norm, see ModelConfig.cross. Heads and biases are those of self-attention.
+
+    Args:
+        norm: norm of the layer's input.
+        linear: makes the projections.
+        hidden: size of a row.
+        attention: self-attention of the layer.
+        kernels: kernels that compute.
+    """
+
+    def __init__(
+        self, norm: Norm, linear: MakeLinear, hidden: int, attention: AttentionConfig, kernels: Kernels
+    ) -> None:
+        self._norm, self._attention, self._kernels = norm, attention, kernels
+        keys, queries = attention.key_size, attention.query_size
+        unbiased = () if attention.has_key_bias else ("cross_k_proj",)
+        self._query = linear(hidden, attention.has_bias, cross_q_proj=queries)
+        self._key_value = linear(hidden, attention.has_bias, unbiased, cross_k_proj=keys, cross_v_proj=keys)
+        self._output = linear(queries, attention.has_output_bias, cross_o_proj=hidden)
+        self.linears = (self._query, self._key_value, self._output)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (self._norm, *self.linears):
+            yield from part.slots()
+
+    def store(self, encoded: EncodedRows, slots_of_layer: Tensor) -> None:
+        """See _Layer.store_encoded."""
+        keys_values = self._key_value(encoded.rows.to(self._norm.weight.dtype))
+        self._kernels.store_kv_(slots_of_layer, keys_values, encoded.slots)
+
+    def __call__(self, hidden: Tensor, product: Tensor, step: StepTensors, pages: Tensor) -> Tensor:
+        """Add product to hidden in place, and return the result of cross attention, [T, hidden_size].
+
+        Args:
+            hidden: [T, hidden_size].
+            product: [T, hidden_size], result of self-attention.
+            pages: KV buffer of this layer.
+        """
+        assert step.cross is not None, "the step was made for another model"
+        queries = self._query(self._norm.of_sum(hidden, product))
+        if self._attention.query_factor != 1.0:
+            queries.mul_(self._attention.query_factor)
+        return self._output(attend(self._kernels, queries, queries, pages, step.cross, self._attention.score_cap))
+
+
 class _Layer:
     """One layer: attention and MLP, with their norms and residual sums, see LayerConfig."""
 
@@ -206,13 +253,21 @@ class _Layer:
             return made_norm(module) if is_there else None
 
         def linear(inputs: int, has_bias: bool, **outputs: int) -> Linear:
+        def linear(inputs: int, has_bias: bool, unbiased: Collection[str] = (), **outputs: int) -> Linear:
             named = {f"{name}.{module}": size for module, size in outputs.items()}
             kept = {block_types.get(f"{each}.weight") for each in named}
             block_type = kept.pop() if len(kept) == 1 else None
             if block_type == FP8_ROWS and not Fp8Weight.fits(inputs, sum(named.values())):
                 block_type = None
             return Linear(
-                inputs, named, bias=has_bias, dtype=dtype, device=device, kernels=kernels, block_type=block_type
+                inputs,
+                named,
+                bias=has_bias,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+                unbiased=[f"{name}.{module}" for module in unbiased],
+                block_type=block_type,
             )
 
         self._attention_norm = norm("attention_norm", layer.has_attention_norm)
@@ -234,6 +289,10 @@ class _Layer:
             self._attention = SelectiveScan(name, config, attention, dtype=dtype, device=device)
         else:
             self._attention = StateSpace(name, config, attention, dtype=dtype, device=device)
+        self._cross: _CrossAttention | None = None
+        if cross_norm := norm("cross_norm", config.cross is not None):
+            assert isinstance(attention, AttentionConfig), "checked by ModelConfig"
+            self._cross = _CrossAttention(cross_norm, linear, hidden, attention, kernels)
         self._beside: StateSpace | None = None
         if layer.beside is not None:
             self._beside = StateSpace(name, config, layer.beside, dtype=dtype, device=device)
@@ -281,7 +340,7 @@ class _Layer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        parts = (self._attention, self._beside, self._laurel, self.streams, self._mlp)
+        parts = (self._attention, self._cross, self._beside, self._laurel, self.streams, self._mlp)
         return tuple(linear for part in parts if part is not None for linear in part.linears)
 
     @property
@@ -307,6 +366,7 @@ class _Layer:
             self._mlp_norm,
             self._mlp_output_norm,
             self._attention,
+            self._cross,
             self._beside,
             self._laurel,
             self.streams,
@@ -376,6 +436,8 @@ class _Layer:
         if self._mlp is None:
             return self._scaled(_normed(attended, self._attention_output_norm))
         attended = self._scaled(_normed(attended, self._attention_output_norm))
+        if self._cross is not None:
+            attended = self._scaled(self._cross(hidden, attended, step, pages))
         if self._laurel is None:
             normed = _added(hidden, attended, self._mlp_norm)
         else:
@@ -384,6 +446,17 @@ class _Layer:
         return self._compute_mlp(normed, hidden, step, sums)
 
     def _compute_mlp(self, normed: Tensor, hidden: Tensor, step: StepTensors, sums: RankSums) -> Tensor:
+    def store_encoded(self, encoded: EncodedRows, slots_of_layer: Tensor) -> None:
+        """Write the cross-attention keys and values of an encoder's rows into the KV cache.
+
+        Args:
+            encoded: rows of this step.
+            slots_of_layer: KV buffer of this layer with the shape [slots, numbers of a token].
+        """
+        assert self._cross is not None, "a layer without cross attention"
+        self._cross.store(encoded, slots_of_layer)
+
+    def _compute_mlp(self, normed: Tensor, step: StepTensors, sums: RankSums) -> Tensor:
         assert self._mlp is not None, "the caller has checked that there is an MLP"
         if isinstance(self._mlp, Experts):
             product = self._mlp(normed, step.adapters, hidden)
@@ -559,6 +632,13 @@ class Decoder:
         memories = (None,) * len(self._layers) if states is None else states.buffers
         keys_values: dict[int, Tensor] = {}
         streams = None if self._streams is None else self._streams.begin(hidden, step.token_ids)
+        if step.encoded is not None:
+            for layer, pages in zip(self._layers, storage.pages, strict=True):
+                if sums.is_over:
+                    return None
+                layer.store_encoded(step.encoded, pages.flatten(0, 1).flatten(1))
+        if not len(hidden):  # The step has only positions before the decoder's first token.
+            return hidden
         places = zip(self._layers, self._kv_layers, memories, strict=True)
         for index, (layer, kv_layer, memory) in enumerate(places):
             if sums.is_over:

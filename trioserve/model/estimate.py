@@ -25,6 +25,7 @@ from trioserve.model.device import (
 from trioserve.model.diffusion.directory import ImageDirectory, is_image_model
 from trioserve.model.gpu import with_device_defaults
 from trioserve.model.loaded_models import check_kv_settings, check_torch
+from trioserve.model.loading.audio_part import audio_shapes
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
 from trioserve.model.loading.stored_tensor import FP8_ROWS, StoredTensor
@@ -54,7 +55,7 @@ class ModelEstimate(msgspec.Struct, frozen=True, kw_only=True):
         quantization: quantization of the weights in memory, see settle_quantization. "none" dequantizes the file's.
         context_tokens_max: longest sequence in tokens. 0 for an encoder of images or an image model.
         weight_bytes: weights in memory.
-        vision_bytes: weights of the image encoder. 0 if the model is served without images.
+        vision_bytes: weights of the image or audio encoder. 0 if the model is served without images and sound.
         kv_token_bytes: KV of one token in all layers.
         state_bytes: states of one running sequence. 0 if no layer keeps a state.
         kv_bytes: the whole KV cache, with the states of running sequences and copies of states.
@@ -141,6 +142,9 @@ def estimate_checkpoint(checkpoint: Checkpoint, settings: ModelSettings, *, with
     vision_bytes = 0
     if checkpoint.vision is not None and has_torch():
         values = sum(map(math.prod, checkpoint.vision.config.shapes().values()))
+        vision_bytes = values * VALUE_BYTES[pick_vision_dtype(dtype, device)]
+    if checkpoint.audio is not None:
+        values = sum(map(math.prod, audio_shapes(checkpoint.audio.config).values()))
         vision_bytes = values * VALUE_BYTES[pick_vision_dtype(dtype, device)]
     logit_bytes = settings.sequences_max * config.vocab_size * VALUE_BYTES["float32"]
     fixed_bytes = weight_bytes + vision_bytes + PROGRAM_BYTES + logit_bytes

@@ -64,8 +64,8 @@ def weights_name(checkpoint: Checkpoint) -> str:
     the name is a hash of all norms, of the value projections of the first and last layer, and of byte samples from
     every other tensor. Reading all bytes would take as long as loading the model. Weights that differ only in bytes
     outside of the samples get equal names. Quantized files of a model get a different name than unquantized files. The
-    hash includes the weights of the image encoder, because its output is the input of KV blocks, and blocks identify an
-    image only by the image's file.
+    hash includes the weights of the image or audio encoder, because its output is the input of KV blocks, and blocks
+    identify an image only by the image's file, and sound only by its spectra.
 
     Args:
         checkpoint: opened checkpoint.
@@ -86,6 +86,12 @@ def weights_name(checkpoint: Checkpoint) -> str:
         values = [name for name in vision.config.shapes() if name.endswith((".v_proj.weight", ".qkv.weight"))]
         read_whole = {*values[:1], *values[-1:]}
         _add_tensors(vision.tensors(), read_whole, digest)
+    audio = checkpoint.audio
+    if audio is not None:
+        digest.update(msgspec.json.encode((audio.config, audio.processing), order="sorted"))
+        last = audio.config.layer_count - 1
+        read_whole = {f"layers.{layer}.self_attn.v_proj.weight" for layer in (0, last)}
+        _add_tensors(audio.tensors(), read_whole, digest)
     return f"{config.family}-{digest.hexdigest()}"
 
 

@@ -10,6 +10,8 @@ import msgspec
 from trioserve.contracts.errors import ModelLoadError
 
 __all__ = [
+    "HEADS_MAX",
+    "DIMENSION_MAX",
     "alibi_slopes",
     "Activation",
     "AttentionConfig",
@@ -231,6 +233,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
         score_cap: with the cap c, a scaled score becomes c * tanh(score / c). None: there is no cap.
         has_sinks: each head has a learned number that is an additional score of its softmax, without a value.
         has_bias: the projections to queries, keys and values have biases.
+        has_key_bias: if has_bias is set, keys have biases, too.
         has_output_bias: the output projection has a bias.
         qk_norm: norm of queries and keys before they are rotated. "head": each head is normalized, and all heads share
             the same weights. "heads": each head is normalized with its own weights. "unit": each head is normalized
@@ -258,6 +261,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     score_cap: float | None = None
     has_sinks: bool = False
     has_bias: bool = False
+    has_key_bias: bool = True
     has_output_bias: bool = False
     qk_norm: QkNorm = "none"
     has_turned_norms: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -102,6 +102,7 @@ class Linear:
         dtype: number format of weights, inputs and outputs.
         device: device of the weights.
         kernels: kernels that multiply. None selects the products of torch.
+        unbiased: names of projections that have no bias in a layer with biases.
         block_type: block type of all projections in the checkpoint, if W stays in 4 bits (four_bits.py) or in FP8
             (fp8.py). None: W has the dtype.
 
@@ -118,8 +119,10 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels | None = None,
+        unbiased: Collection[str] = (),
         block_type: str | None = None,
     ) -> None:
+        self._unbiased = unbiased
         self._block_type = block_type
         self._fp8_rows = fp8_rows if kernels is None else kernels.fp8_rows
         self._four_bit_linear = reference.four_bit_linear if kernels is None else kernels.four_bit_linear
@@ -133,7 +136,7 @@ class Linear:
         self._device = device
         self._weight: Tensor | None = None
         self._packed = False
-        self._bias = torch.empty(sum(outputs.values()), dtype=dtype, device=device) if bias else None
+        self._bias = torch.zeros(sum(outputs.values()), dtype=dtype, device=device) if bias else None
         self._missing = set(outputs)
 
     @property
@@ -156,7 +159,7 @@ class Linear:
                 fill_blocks = functools.partial(self._fill_blocks, self._block_type, name)
                 slot = slot._replace(block_type=self._block_type, fill_blocks=fill_blocks)
             yield slot
-            if self._bias is not None:
+            if self._bias is not None and name not in self._unbiased:
                 yield TensorSlot(f"{name}.bias", (size,), self._dtype, self._bias[first : first + size].copy_)
             first += size
 
@@ -229,7 +232,7 @@ class Linear:
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of a step's rows, see RotaryAngles."""
 MakeLinear = Callable[..., Linear]
-"""Makes a Linear from its inputs, has_bias, and the output count of each projection by name."""
+"""Makes a Linear from its inputs, has_bias, and the output count of each projection by name. Optionally, `unbiased`."""
 
 
 class Embedding:

@@ -34,11 +34,13 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 from trioserve_kernels.structs import BLOCK_FORMATS
 
 if TYPE_CHECKING:
+    from trioserve.model.audio_tower import AudioTower
     from trioserve.model.vision.tower import VisionTower
 
 __all__ = [
     "check_kv_settings",
     "check_torch",
+    "load_audio",
     "load_draft",
     "load_eagle_head",
     "load_model",
@@ -223,6 +225,33 @@ def load_vision(
     return tower
 
 
+def load_audio(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, device: DeviceType) -> AudioTower | None:
+    """Load the audio encoder of a model. Return None if the model has none.
+
+    Args:
+        checkpoint: model whose audio encoder is loaded.
+        settings: threads of torch.
+        dtype: number format of the model.
+        device: device of the encoder.
+    """
+    part = checkpoint.audio
+    if part is None:
+        return None
+    torch = torch_now("a model that transcribes speech")
+    from trioserve.model.audio_tower import AudioTower
+
+    set_torch_threads(settings)
+    own_dtype = pick_vision_dtype(dtype, device)
+    tower = AudioTower(part.config, part.processing, dtype=own_dtype, device=torch.device(device))
+    fill_slots(
+        (slot.for_values() for slot in tower.slots()),
+        part.tensors(),
+        bytes_total=part.weight_bytes,
+        progress=None,
+    )
+    return tower
+
+
 def _make_model(
     checkpoint: Checkpoint,
     settings: ModelSettings,
@@ -286,6 +315,11 @@ def check_kv_settings(config: ModelConfig, settings: ModelSettings) -> None:
         raise StartupError(
             f"kv_cache_dtype is {settings.kv_cache_dtype}, but the model keeps latents, which cannot be stored in 8 "
             "bits: use kv_cache_dtype auto"
+        )
+    if config.first_position % settings.block_size:
+        raise StartupError(
+            f"block_size is {settings.block_size}, but the decoder begins at position {config.first_position}, which "
+            "must be a whole number of blocks: use a block_size that divides it"
         )
     for section in config.sections:
         if section < config.context_tokens_max and section % settings.block_size:

@@ -27,7 +27,17 @@ from trioserve.model.layer_config import (
     check_positive,
 )
 
-__all__ = ["LAYERS_MAX", "Dtype", "LayerPart", "ModelConfig", "RankPart", "RowFactors", "StagePart", "StreamsConfig"]
+__all__ = [
+    "LAYERS_MAX",
+    "CrossAttention",
+    "Dtype",
+    "LayerPart",
+    "ModelConfig",
+    "RankPart",
+    "RowFactors",
+    "StagePart",
+    "StreamsConfig",
+]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -95,6 +105,26 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_count("vocab_size_per_layer_input", self.input_vocab_size, DIMENSION_MAX)
 
 
+class CrossAttention(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes how the layers of a decoder attend to the rows of an encoder (arXiv 1706.03762).
+
+    The rows take the first positions of a sequence. The KV cache has their cross-attention keys and values there. These
+    keys and values are projections of the rows in every layer, and the layers change no row. The decoder's tokens
+    follow, and attend to all rows, and to the decoder's tokens up to their own position.
+
+    Attributes:
+        row_count: number of rows.
+        first_position: position of the decoder's first token in a sequence. The decoder's own positions count from
+            there. It is a multiple of the block size, so rows and tokens share no block.
+    """
+
+    row_count: int
+    first_position: int
+
+    def __post_init__(self) -> None:
+        check_count("the encoder's row count", self.row_count, self.first_position)
+
+
 class LayerPart(msgspec.Struct, frozen=True, kw_only=True):
     """Describes the shard of a layer that one rank computes.
 
@@ -148,7 +178,7 @@ class StagePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of one decoder-only model.
+    """Description of one decoder.
 
     Attributes:
         family: name of a Family, see families/registry.py.
@@ -166,6 +196,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         row_factors: factors that tensors are multiplied with when they are read.
         streams: streams of the hidden state, and inputs of layers. None: the hidden state is one vector, and no layer
             has an input.
+        cross: rows of an encoder that all layers attend to. None: the model has no encoder.
         part: shard of the model that one rank has. None: the config describes the whole model.
         stage: layers that one stage has. None: the config describes all layers.
 
@@ -193,6 +224,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype_name: Dtype
     row_factors: tuple[RowFactors, ...] = ()
     streams: StreamsConfig | None = None
+    cross: CrossAttention | None = None
     part: RankPart | None = None
     stage: StagePart | None = None
 
@@ -213,6 +245,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelLoadError("latent attention differs from layer to layer, which is not supported")
         for index, layer in enumerate(self.layers):
             _check_kv_from(index, layer, self.layers)
+            if self.cross is not None:
+                assert isinstance(layer.attention, AttentionConfig), "the encoder's keys and values have heads"
+                assert layer.mlp is not None, "cross attention is between attention and an MLP"
+                is_plain = not (layer.is_parallel or layer.has_output_norms or layer.laurel_rank)
+                assert is_plain, "cross attention is the second of three sums"
             if self.streams is not None:
                 assert layer.mlp is not None, "streams need layers with an MLP"
                 assert layer.has_output_norms, "streams need layers with output norms"
@@ -247,11 +284,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.stage is None or self.stage.has_head
 
     @property
+    def first_position(self) -> int:
+        """Position of the first token that the layers compute. Rows of an encoder take the positions before it."""
+        return 0 if self.cross is None else self.cross.first_position
+
+    @property
     def position_rows(self) -> int:
         """Rows of this stage's table of learned position embeddings. 0: there is no such table."""
         if self.position_first is None or not self.has_embedding:
             return 0
-        return self.position_first + self.context_tokens_max
+        return self.position_first + self.context_tokens_max - self.first_position
 
     @property
     def vocab_count(self) -> int:

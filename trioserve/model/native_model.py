@@ -96,6 +96,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     """
     if dtype not in DTYPES:
         return f"they do not compute {dtype}"
+    if config.cross is not None:
+        return "they do not compute cross attention"
     if len(config.temperatures) > 1:
         return "the temperature differs from layer to layer"
     sizes = [("hidden_size", config.hidden_size)]

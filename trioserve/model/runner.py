@@ -27,7 +27,14 @@ from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, Mtp
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.gpu import STEP_TOKENS_GPU, lost_gpu, with_device_defaults
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage, make_kv_pages
-from trioserve.model.loaded_models import load_draft, load_eagle_head, load_model, load_mtp_head, load_vision
+from trioserve.model.loaded_models import (
+    load_audio,
+    load_draft,
+    load_eagle_head,
+    load_model,
+    load_mtp_head,
+    load_vision,
+)
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Float32Array, kv_format_of
@@ -40,6 +47,7 @@ from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, l
 from trioserve.model.weights import Slot
 
 if TYPE_CHECKING:
+    from trioserve.model.audio_tower import AudioTower
     from trioserve.model.vision.tower import VisionTower
 
 __all__ = ["FIXED_BY_IMAGES", "ModelRunner"]
@@ -66,6 +74,7 @@ class ModelRunner:
         settings: settings of the model.
         draft: draft model that proposes tokens after each step. None: no draft tokens.
         vision: encoder that converts images to embedding rows. None: images are not supported.
+        audio: encoder that converts sound to the rows that the decoder attends to. None: the model has no encoder.
         handover: connection to the previous and the next stage, if the model is a stage.
 
     Raises:
@@ -79,10 +88,12 @@ class ModelRunner:
         draft: DraftModel | None = None,
         vision: VisionTower | None = None,
         handover: Handover | None = None,
+        audio: AudioTower | None = None,
     ) -> None:
         self._model: StepModel | None = model
         self._draft = draft
         self.vision = vision
+        self.audio = audio
         self.config: ModelConfig = model.config
         self._previous: BegunStep | None = None  # The step that was begun last.
         self._tapped: dict[RequestId, Any] = {}  # Inputs of the tapped layers in the last step.
@@ -111,6 +122,13 @@ class ModelRunner:
         )
         self.block_count = size.block_count
         """Blocks of the KV cache. Before allocate_kv: the number of blocks that fit."""
+        first = model.config.first_position
+        if min(self._context_tokens_max, self.block_count * self.block_size) <= first:
+            raise StartupError(
+                f"the encoder's rows take {first} positions of each sequence, but the KV cache has "
+                f"{self.block_count * self.block_size} tokens and the context {self._context_tokens_max}: raise "
+                "--kv-cache-memory or --max-model-len"
+            )
         self.state_slot_count, self.snapshot_slot_count = size.state_slot_count, size.snapshot_slot_count
         """State slots of running sequences, and after them slots for copies of states."""
         self.takes_every_cpu = takes_every_cpu(settings, model.device)
@@ -165,7 +183,8 @@ class ModelRunner:
                     )
                 # The vision encoder is loaded before the size of the KV cache is computed, because it needs memory.
                 vision = None if model.config.part else load_vision(checkpoint, settings, model.dtype, model.device)
-                return cls(model, settings, draft_model, vision, handover)
+                audio = load_audio(checkpoint, settings, model.dtype, model.device)
+                return cls(model, settings, draft_model, vision, handover, audio)
             except BaseException:
                 model.close()
                 raise
@@ -238,6 +257,8 @@ class ModelRunner:
         assert self._model is not None, "why_fixed after close"
         if self.vision is not None:
             return FIXED_BY_IMAGES
+        if self.audio is not None:
+            return "the model hears, and encoded sound would remain that of the old weights"
         if any(slot.block_type is not None for slot in self._model.slots()):
             return (
                 "they are kept as blocks of a quantized file, and plain weights cannot become such blocks: open the "
@@ -322,12 +343,14 @@ class ModelRunner:
         tokens = self.step_tokens_max if self._is_alone else min(self.step_tokens_max, STEP_TOKENS_GPU)
         sequences = min(self.max_num_seqs, tokens, PROFILE_STATES if has_states else tokens)
         context = max(self._context_tokens_max - 1, 1)
-        plan = largest_step_plan(tokens, sequences, context, self.config.vocab_size, has_states=has_states)
+        first = self.config.first_position
+        plan = largest_step_plan(tokens, sequences, context, self.config.vocab_size, has_states=has_states, first=first)
         self.block_count = 1  # kv_cache_bytes are then the bytes of one block.
         fitting = (
             cuda.mem_get_info()[0] // 4 // self.kv_cache_bytes * self.block_size if self.kv_cache_bytes else context
         )
-        kept_tokens = max(min(context, PROFILE_CONTEXT_TOKENS, fitting), *(chunk.count for chunk in plan.chunks))
+        ends = (chunk.start + chunk.count for chunk in plan.chunks)
+        kept_tokens = max(min(context, PROFILE_CONTEXT_TOKENS, fitting), *ends)
         self.block_count = -(-kept_tokens // self.block_size)
         self.state_slot_count, self.snapshot_slot_count = (sequences if has_states else 0), 0
         handover, self._handover = self._handover, None if self._handover is None else NoNeighbours()
@@ -426,7 +449,7 @@ class ModelRunner:
         if not self._model.warms_by_shape and (self._draft is None or not self._is_alone):
             self.execute(first_step_plan(*limits[1:], has_states=has_states))
             return
-        for plan in warm_up_plans(*limits, has_states=has_states):
+        for plan in warm_up_plans(*limits, has_states=has_states, first=self.config.first_position):
             self.execute(plan)
         if self._model.launches:
             for plan in fused_kernel_plans(*limits):
@@ -461,7 +484,7 @@ class ModelRunner:
         for each in (model, draft):
             if each is not None:
                 each.close()
-        self.vision = None
+        self.vision = self.audio = None
 
     @property
     def launches(self) -> bool:

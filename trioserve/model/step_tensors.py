@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk, StateSpan
 from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import CrossAttention, ModelConfig
 from trioserve.model.step_rows import given_rows, rotary_positions
 from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import Sending
@@ -32,6 +33,7 @@ __all__ = [
     "PackedChunks",
     "DecodeGroup",
     "DecodeTables",
+    "EncodedRows",
     "HeadShape",
     "PromptPart",
     "StepShape",
@@ -116,6 +118,8 @@ class StepShape:
         walks: the kernels read block tables themselves. They need no masks and no groups.
         flash: flash attention for long prompt chunks by heads, beside kernels that read block tables. These kernels
             compute all other chunks.
+        cross: rows of an encoder at the first positions of each sequence. Only for kernels that do not walk. None: the
+            model has no encoder.
     """
 
     block_size: int
@@ -127,6 +131,7 @@ class StepShape:
     sections: tuple[int, ...] = ()
     walks: bool = False
     flash: Mapping[HeadShape, FlashPrompts] = field(default_factory=dict)
+    cross: CrossAttention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +325,19 @@ class StateSteps:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """Rows of encoders whose cross-attention keys and values a step computes.
+
+    Attributes:
+        slots: int64 [n], KV slot of each row.
+        rows: float32 [n, hidden_size].
+    """
+
+    slots: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
     """Index tensors of one step of T rows.
 
@@ -335,6 +353,8 @@ class StepTensors:
         given: indexes of rows with given embeddings, int64 [n], and these embeddings, float32 [n, hidden_size].
         adapters: rows that use an adapter. None if no row uses an adapter.
         sections: attention tensors by section.
+        encoded: rows of encoders that are no rows of the step. None if the step has no such rows.
+        cross: rows of an encoder that each row attends to. None for a model without cross attention.
     """
 
     token_ids: Tensor
@@ -347,6 +367,8 @@ class StepTensors:
     given: tuple[Tensor, Tensor] | None = None
     adapters: AdapterRows | None = None
     sections: dict[int, AttentionTensors] = field(default_factory=dict)
+    encoded: EncodedRows | None = None
+    cross: AttentionTensors | None = None
 
 
 def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending: Sending) -> StepTensors:
@@ -358,6 +380,12 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         shape: properties of the model and the kernels.
         sending: transfer to which the tensors are added. The result's tensors are defined after `sending.send`.
     """
+    if shape.cross is not None:
+        return _with_encoded(chunks, shape, shape.cross, sending)
+    return _decoder_tensors(chunks, shape, sending)
+
+
+def _decoder_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending: Sending) -> StepTensors:
     order = _row_order(chunks)
     first_rows = [0] * len(chunks)
     token_ids: list[int] = []
@@ -403,6 +431,101 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         given=_given(chunks, first_rows, shape, sending),
         sections=sections,
     )
+
+
+def _with_encoded(
+    chunks: Sequence[ScheduledChunk], shape: StepShape, cross: CrossAttention, sending: Sending
+) -> StepTensors:
+    """Create the index tensors of a step whose sequences begin with rows of an encoder.
+
+    The rows of the step are the decoder's tokens. Their positions, and the blocks of self-attention, count from the
+    decoder's first token.
+    """
+    first, size = cross.first_position, shape.block_size
+    encoded = _encoded_rows(chunks, shape, cross, sending)
+    places = [place for place, chunk in enumerate(chunks) if chunk.start + chunk.row_count > first]
+    if not places:
+        empty = torch.empty(0, dtype=torch.int64, device=shape.device)
+        return StepTensors(empty, empty, empty, None, {}, (0,) * len(chunks), encoded=encoded)
+    parts = [_decoder_part(chunks[place], first, size) for place in places]
+    step = _decoder_tensors(parts, replace(shape, cross=None), sending)
+    first_rows = [0] * len(chunks)
+    for place, row in zip(places, step.first_rows, strict=True):
+        # Counted from this row, the chunk's last row is the decoder's last row.
+        first_rows[place] = row - max(0, first - chunks[place].start)
+    spans = [
+        _Span(0, parts[at].row_count, chunks[places[at]].block_table[: -(-cross.row_count // size)])
+        for at in _row_order(parts)
+    ]
+    return replace(
+        step, first_rows=tuple(first_rows), encoded=encoded, cross=_cross_tensors(spans, cross.row_count, shape)
+    )
+
+
+def _decoder_part(chunk: ScheduledChunk, first: int, block_size: int) -> ScheduledChunk:
+    """Return the chunk of the decoder's tokens, as if the sequence began with them and had no given rows."""
+    start = max(chunk.start, first)
+    return structs.replace(
+        chunk,
+        request=structs.replace(chunk.request, given=()),
+        tokens=chunk.tokens[first:],
+        start=start - first,
+        count=chunk.start + chunk.count - start,
+        block_table=chunk.block_table[first // block_size :],
+    )
+
+
+def _encoded_rows(
+    chunks: Sequence[ScheduledChunk], shape: StepShape, cross: CrossAttention, sending: Sending
+) -> EncodedRows | None:
+    """Return the encoders' rows of all chunks, and rows of zeros up to the end of their last block.
+
+    The zeros give finite keys and values. Masked attention reads these slots, and numbers that are not finite would
+    reach its result.
+    """
+    end = -(-cross.row_count // shape.block_size) * shape.block_size
+    slots, first_rows, count = [], [], 0
+    for chunk in chunks:
+        first_rows.append(count)
+        positions = np.arange(chunk.start, min(end, chunk.start + chunk.row_count), dtype=np.int64)
+        if positions.size:
+            slots.append(_slots(chunk, positions, shape.block_size))
+            count += positions.size
+    if not count:
+        return None
+    rows = np.zeros((count, shape.hidden_size), dtype=np.float32)
+    given = given_rows(chunks, first_rows, shape.hidden_size)
+    if given is not None:
+        rows[given.rows] = given.values
+    return EncodedRows(sending.add(np.concatenate(slots)), sending.add(rows))
+
+
+def _cross_tensors(spans: Sequence[_Span], row_count: int, shape: StepShape) -> AttentionTensors:
+    """Return tensors with which each row attends to all rows of its encoder.
+
+    Args:
+        spans: decoder's rows of each chunk, in the order of the rows, with the blocks of the encoder's rows.
+        row_count: rows of an encoder.
+    """
+    width = -(-row_count // shape.block_size)
+    together = max(1, GATHERED_BYTES_MAX[shape.device.type] // (width * shape.block_size * shape.token_kv_bytes))
+    groups: list[DecodeGroup] = []
+    parts: list[PromptPart] = []
+    decodes = [span for span in spans if span.row_count == 1]
+    for row in range(0, len(decodes), together):
+        group = decodes[row : row + together]
+        table = np.array([span.block_table for span in group], dtype=np.int64)
+        seen = torch.tensor(((0,), (row_count,)), device=shape.device).expand(2, len(group))
+        mask = decode_mask(seen[0], seen[1], width * shape.block_size, shape.dtype)
+        groups.append(DecodeGroup(row, row + len(group), _tensor(table, shape.device), mask))
+    row = len(decodes)
+    for span in spans[len(decodes) :]:
+        mask = torch.zeros(span.row_count, row_count, dtype=shape.dtype, device=shape.device)
+        parts.append(
+            PromptPart(row, row + span.row_count, _tensor(_block_array(span, 0), shape.device), row_count, mask)
+        )
+        row += span.row_count
+    return AttentionTensors(tuple(groups), tuple(parts))
 
 
 def _state_steps(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], sending: Sending) -> StateSteps:

@@ -134,6 +134,7 @@ class TorchStepModel:
             device=place,
             walks=kernels.WALKS,
             flash=_flash(config, kernels, settings, TORCH_DTYPES[dtype], place),
+            cross=config.cross,
         )
 
     @property
@@ -457,6 +458,8 @@ def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -
         )
     if device == "cuda" and settings.gpu_kernels != "torch":
         reason = (None if is_needed else why_not_launched(config)) or why_not_triton()
+        if config.cross is not None:
+            reason = "they do not compute cross attention"
         if reason is None:
             name = "triton"
         elif is_needed:

@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def warm_up_plans(
-    context_max: int, block_count: int, vocab_size: int, *, has_states: bool = False
+    context_max: int, block_count: int, vocab_size: int, *, has_states: bool = False, first: int = 0
 ) -> Iterator[StepPlan]:
     """Yield steps of common shapes: a prompt and a decode, both with greedy sampling and with a temperature.
 
@@ -32,11 +32,12 @@ def warm_up_plans(
         block_count: KV blocks of the pool.
         vocab_size: tokens in the vocabulary.
         has_states: the model has layers that keep a state. State slot 0 is written.
+        first: position of the first computed token. Rows of an encoder take the positions before it.
     """
-    count = min(PROMPT_TOKENS, context_max)
+    count = min(PROMPT_TOKENS, context_max - first)
     for temperature in (0.0, 1.0):
-        request = _request("warm-up", count, vocab_size, SamplingParams(temperature=temperature))
-        prompt, decode = _chunk(request, 0, count, block_count), _chunk(request, count - 1, 1, block_count)
+        request = _request("warm-up", first + count, vocab_size, SamplingParams(temperature=temperature))
+        prompt, decode = _chunk(request, first, count, block_count), _chunk(request, first + count - 1, 1, block_count)
         if has_states:
             prompt = _with_state(prompt)
             decode = structs.replace(decode, states=(StateSpan(1, 0, 0),))
@@ -90,7 +91,13 @@ def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> I
 
 
 def largest_step_plan(
-    token_count: int, sequence_count: int, context_max: int, vocab_size: int, *, has_states: bool = False
+    token_count: int,
+    sequence_count: int,
+    context_max: int,
+    vocab_size: int,
+    *,
+    has_states: bool = False,
+    first: int = 0,
 ) -> StepPlan:
     """Return a step that needs as much memory as a step can: one long prompt, beside as many sequences as possible.
 
@@ -103,13 +110,14 @@ def largest_step_plan(
         context_max: longest prompt in tokens.
         vocab_size: tokens in the vocabulary.
         has_states: the model has layers that keep a state. State slots 0 to sequence_count - 1 are written.
+        first: see warm_up_plans.
     """
     chunks: list[ScheduledChunk] = []
     for index in range(sequence_count):
         later = sequence_count - 1 - index  # Each later sequence needs at least one token.
-        count = min(context_max, token_count - sum(chunk.count for chunk in chunks) - later)
-        request = _request(f"profile {index}", count, vocab_size, SamplingParams(temperature=1.0, top_p=0.9))
-        chunk = _chunk(request, 0, count, count)
+        count = min(context_max - first, token_count - sum(chunk.count for chunk in chunks) - later)
+        request = _request(f"profile {index}", first + count, vocab_size, SamplingParams(temperature=1.0, top_p=0.9))
+        chunk = _chunk(request, first, count, first + count)
         chunks.append(structs.replace(chunk, states=(StateSpan(count, None, index),)) if has_states else chunk)
     return _plan(*chunks)
 

@@ -179,6 +179,7 @@ class MtpLayer:
     """
 
     vision = None
+    audio = None
     continues_texts = True
     tokenizer_directory = None
     gguf_metadata = None
@@ -310,8 +311,14 @@ def check_draft(config: ModelConfig, draft: ModelConfig, name: str) -> None:
         name: name of the draft model for error texts.
 
     Raises:
-        StartupError: the vocabularies differ in size, or the draft model has layers with a state.
+        StartupError: the vocabularies differ in size, the draft model has layers with a state, or a model has an
+            encoder.
     """
+    if config.cross is not None or draft.cross is not None:
+        raise StartupError(
+            "draft models and prediction layers do not attend to an encoder's rows: leave out the draft model, or take "
+            "draft tokens from the text (--speculative-ngram)"
+        )
     if draft.state_bytes:
         raise StartupError(
             f"the draft model {name} has layers that keep a state, which cannot be undone after a rejected token: "

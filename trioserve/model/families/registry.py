@@ -75,6 +75,7 @@ from trioserve.model.families.remote_code import (
     SARVAM_MOE,
     TELEFLM,
 )
+from trioserve.model.families.whisper import WHISPER
 
 __all__ = [
     "FAMILIES",
@@ -194,6 +195,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN,
     SARVAM_MOE,
     TELEFLM,
+    WHISPER,
 )
 
 

@@ -91,6 +91,8 @@ def read_adapter(directory: Path, config: ModelConfig, *, dtype: Dtype, rank_max
     Raises:
         ModelLoadError: files are missing or damaged, or the adapter does not fit the model.
     """
+    if config.cross is not None:
+        raise ModelLoadError("adapters of models with an encoder are not supported: leave the adapter out")
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():
             raise ModelLoadError(f"{directory} has no {name}: name a directory that peft has saved, with safetensors")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.audio_part import AudioPart
 from trioserve.model.loading.fields import one_line
 from trioserve.model.loading.gguf_checkpoint import GgufCheckpoint
 from trioserve.model.loading.safetensors import SafetensorsCheckpoint
@@ -31,6 +32,7 @@ class Checkpoint(Protocol):
         tokenizer_directory: directory with the tokenizer's files. None if gguf_metadata has the tokenizer.
         gguf_metadata: metadata of a GGUF file. None for other formats.
         vision: image encoder of the model. None if the model has no image encoder, or one that is not supported.
+        audio: audio encoder of the model. None if the model has none.
         sampling_defaults: sampling parameters that the model's authors recommend, with the names of SamplingParams.
     """
 
@@ -46,6 +48,8 @@ class Checkpoint(Protocol):
     def gguf_metadata(self) -> Mapping[str, object] | None: ...
     @property
     def vision(self) -> VisionPart | None: ...
+    @property
+    def audio(self) -> AudioPart | None: ...
     @property
     def continues_texts(self) -> bool:
         """True if the model has an output head. A model without a head can only compute embeddings of texts."""

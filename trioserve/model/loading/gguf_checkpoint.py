@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from trioserve.model.loading.audio_part import AudioPart
 from trioserve.model.loading.gguf import GgufTensor, read_gguf
 from trioserve.model.loading.gguf_config import (
     ROPE_FACTORS_NAMES,
@@ -87,6 +88,7 @@ class GgufCheckpoint:
         self.gguf_metadata: dict[str, object] | None = file.metadata
         self.continues_texts = True
         self.vision: VisionPart | None = None
+        self.audio: AudioPart | None = None
         self.sampling_defaults: dict[str, float | int] = sampling_defaults_from(file.metadata)
 
     def tensors(self) -> Iterator[StoredTensor]:

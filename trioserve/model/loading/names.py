@@ -238,6 +238,9 @@ TRANSFORMERS = Format(
         "delta_decay": "linear_attn.in_proj_a",
         "delta_share": "linear_attn.in_proj_b",
         **{f"xielu.{number}": f"mlp.act_fn.{number}" for number in XIELU_NUMBERS},
+        **{f"cross_{part}_proj": f"encoder_attn.{part}_proj" for part in "qkv"},
+        "cross_o_proj": "encoder_attn.out_proj",
+        "cross_norm": "encoder_attn_layer_norm",
         "laurel_in": "laurel.linear_left",
         "laurel_out": "laurel.linear_right",
         "laurel_norm": "laurel.post_laurel_norm",
@@ -401,6 +404,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
             shapes[f"layers.{index}.{module}"] = shape
         for module, shape in () if streams is None else _stream_shapes(streams, hidden):
             shapes[f"layers.{index}.{module}"] = shape
+        for module, shape in () if config.cross is None else _cross_shapes(layer.attention, hidden, config.norm):
+            shapes[f"layers.{index}.{module}"] = shape
     if streams is not None:
         shapes |= {f"streams.{index}.out_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
     shapes |= dict(_norm_shapes("norm", hidden, config.norm))
@@ -414,6 +419,16 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 def _norm_shapes(module: str, size: int, kind: NormKind) -> list[tuple[str, Shape]]:
     kinds = {"layer_biased": ("weight", "bias"), "layer_bare": ()}.get(kind, ("weight",))
     return [(f"{module}.{each}", (size,)) for each in kinds]
+
+
+def _cross_shapes(attention: object, hidden: int, norm: NormKind) -> Iterator[tuple[str, Shape]]:
+    """Yield the shapes of one layer's tensors of cross attention, which has the heads and biases of self-attention."""
+    assert isinstance(attention, AttentionConfig), "checked by ModelConfig"
+    yield from _norm_shapes("cross_norm", hidden, norm)
+    for module, rows, columns, has_bias in _attention_matrices(attention, hidden):
+        yield f"cross_{module}.weight", (rows, columns)
+        if has_bias:
+            yield f"cross_{module}.bias", (rows,)
 
 
 def _stream_shapes(streams: StreamsConfig, hidden: int) -> list[tuple[str, Shape]]:
@@ -510,7 +525,7 @@ def _attention_matrices(
     if attention.has_gate:
         yield "q_gate_proj", attention.query_size, hidden, attention.has_bias
     if attention.kv_from is None:
-        yield "k_proj", attention.key_size, hidden, attention.has_bias
+        yield "k_proj", attention.key_size, hidden, attention.has_bias and attention.has_key_bias
         yield "v_proj", attention.key_size, hidden, attention.has_bias
     yield "o_proj", hidden, attention.query_size, attention.has_output_bias
 

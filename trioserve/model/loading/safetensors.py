@@ -17,6 +17,7 @@ from msgspec import structs
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.layer_config import ExpertsConfig
+from trioserve.model.loading.audio_part import ENCODER_PREFIX, AudioPart
 from trioserve.model.loading.fields import Fields, check_apart
 from trioserve.model.loading.hf_config import (
     has_head,
@@ -112,6 +113,8 @@ class SafetensorsCheckpoint:
         whole = stored
         if sees_images(config):
             stored = _text_tensors(stored)
+        # The audio encoder's tensors are read by AudioPart. No other family has names with this prefix.
+        stored = {name: tensor for name, tensor in stored.items() if not name.startswith(ENCODER_PREFIX)}
         generation_path = directory / "generation_config.json"
         generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
         described = model_config_from(config, generation_config, dtype_name="float32", context_tokens=context_tokens)
@@ -140,6 +143,10 @@ class SafetensorsCheckpoint:
         self.vision = _vision_part(directory, config, self.config, whole)
         if self.vision is not None:
             self.files = tuple(dict.fromkeys((*self.files, *self.vision.files)))
+        self.audio: AudioPart | None = None
+        if self.config.cross is not None:
+            self.audio = AudioPart(directory, config, self.config, whole)
+            self.files = tuple(dict.fromkeys((*self.files, *self.audio.files)))
         self._matrices = matrices
         self._stored: dict[str, FurtherTensor] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
@@ -222,6 +229,9 @@ class UnfetchedCheckpoint:
         self.files: tuple[Path, ...] = ()
         self.continues_texts: bool = has_head(config)
         self.vision = _vision_part(directory, config, self.config, None)
+        self.audio: AudioPart | None = None
+        if self.config.cross is not None:
+            self.audio = AudioPart(directory, config, self.config, None)
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory
         self.gguf_metadata: dict[str, object] | None = None

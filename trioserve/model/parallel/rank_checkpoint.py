@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
+from trioserve.model.loading.audio_part import AudioPart
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.gguf import STORAGE_TYPES
 from trioserve.model.loading.stored_tensor import FP8_ROWS, FP8_SCALE_BYTES, Bytes, StoredTensor
@@ -53,6 +54,7 @@ class RankCheckpoint:
         self.gguf_metadata: Mapping[str, object] | None = checkpoint.gguf_metadata
         self.continues_texts: bool = checkpoint.continues_texts
         self.vision: VisionPart | None = checkpoint.vision
+        self.audio: AudioPart | None = None  # Models with an encoder are not divided.
         self.sampling_defaults: Mapping[str, float | int] = checkpoint.sampling_defaults
 
     @property

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from trioserve.contracts.errors import StartupError
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.layer_config import AttentionConfig, LayerConfig
+from trioserve.model.loading.audio_part import AudioPart
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.model_config import ModelConfig, StagePart
@@ -100,6 +101,7 @@ class StageCheckpoint:
         self.gguf_metadata: Mapping[str, object] | None = checkpoint.gguf_metadata
         self.continues_texts: bool = checkpoint.continues_texts
         self.vision: VisionPart | None = checkpoint.vision
+        self.audio: AudioPart | None = None  # Models with an encoder are not divided.
         self.sampling_defaults: Mapping[str, float | int] = checkpoint.sampling_defaults
 
     def tensors(self) -> Iterator[StoredTensor]:
