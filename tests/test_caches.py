@@ -44,6 +44,7 @@ CACHES = {
     ("model/random_checkpoint.py", "_quantiles"): OF_SERVER,
     ("model/torch_formats.py", "_host"): OF_SERVER,
     ("model/torch_formats.py", "buffers"): OF_SERVER,
+    ("audio/log_mel.py", "mel_filters"): OF_SERVER,
     ("text/grammar_compiler.py", "_grammars"): SALTED,
     ("text/stop_strings.py", "_automaton"): SALTED,
     ("core/encoder_outputs.py", "_outputs"): SALTED,

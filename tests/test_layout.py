@@ -50,8 +50,8 @@ OUTSIDE_WORLD = words(
 DECIDES = Room(rooms=words("contracts"), without=OUTSIDE_WORLD, waits=False)
 
 EVERY_ROOM = words(
-    "contracts core router text vision metrics tracing model ranks connectors trio_tools store admission engine http "
-    "api proxy asyncio bench"
+    "contracts core router text vision audio metrics tracing model ranks connectors trio_tools store admission engine "
+    "http api proxy asyncio bench"
 )
 
 ROOMS = {
@@ -59,6 +59,7 @@ ROOMS = {
     "core": DECIDES,
     "router": DECIDES,
     "text": Room(rooms=words("contracts"), packages=words("tokenizers jinja2 gguf llguidance"), waits=False),
+    "audio": Room(rooms=words("contracts"), packages=words("av numpy"), waits=False),
     "vision": Room(rooms=words("contracts"), packages=words("PIL numpy"), waits=False),
     "metrics": Room(rooms=words("contracts"), packages=words("prometheus_client"), waits=False),
     "tracing": Room(rooms=words("contracts"), packages=words("opentelemetry"), waits=False),
@@ -89,12 +90,12 @@ ROOMS = {
     # The module sqlite3 belongs to the standard library.
     "store": Room(rooms=words("contracts trio_tools"), packages=words("trio"), without=words("asyncio")),
     "admission": Room(
-        rooms=words("contracts router text vision metrics trio_tools"),
+        rooms=words("contracts router text vision audio metrics trio_tools"),
         packages=words("trio"),
         without=words("asyncio"),
     ),
     "engine": Room(
-        rooms=words("contracts core text vision metrics trio_tools admission"),
+        rooms=words("contracts core text vision audio metrics trio_tools admission"),
         packages=words("trio outcome"),
         without=words("asyncio"),
     ),
@@ -115,7 +116,7 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "api": Room(
-        rooms=words("contracts text vision metrics trio_tools store http engine admission"),
+        rooms=words("contracts text vision audio metrics trio_tools store http engine admission"),
         packages=words("trio multipart"),
         only_in={"multipart": words("form.py")},
         without=words("asyncio"),
@@ -182,7 +183,7 @@ TORCH_FILES = {
         "gpu/command.py gpu/kernel_checks.py gpu/kernel_times.py gpu/machine.py gpu/steps.py gpu/transformers_steps.py"
     ),
     "model": words(
-        "attention.py decoder.py device_sampler.py diffusion/beginning.py diffusion/components.py "
+        "attention.py audio_tower.py decoder.py device_sampler.py diffusion/beginning.py diffusion/components.py "
         "diffusion/families/dit.py diffusion/families/flux.py diffusion/families/pixart.py "
         "diffusion/families/stable_diffusion.py diffusion/families/stable_diffusion_xl.py diffusion/family.py "
         "diffusion/row_by_row.py diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py mlp.py "

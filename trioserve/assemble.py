@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import trio
 
-from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.admission.text_threads import TextThreads
 from trioserve.assemble_compute import LocalModel, cache_release_of, copies_of, core_settings, window_tokens_of
 from trioserve.assemble_model import LoadProgress, LoadReport, LoggedProgress, ModelFiles, default_served_name
@@ -275,7 +275,7 @@ class _Opening:
         Args:
             parts: result of the first `open_parts`.
         """
-        core = parts.core
+        core, *_ = parts
         config, files, settings = self._config, self._files, core.settings
         checkpoint, defaults, compiler = files.checkpoint, files.defaults, files.compiler
         assert checkpoint is not None, "no parts were opened"

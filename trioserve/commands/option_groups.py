@@ -25,7 +25,8 @@ def _words(text: str) -> tuple[str, ...]:
 GROUPS = {
     "model": _words(
         "model tokenizer revision chat_template control_tokens_in_text generation_config override_generation_config "
-        "max_model_len dtype limit_mm_per_prompt image_decode_timeout allowed_media_domains "
+        "max_model_len dtype limit_mm_per_prompt image_decode_timeout max_audio_seconds "
+        "audio_decode_timeout allowed_media_domains "
         "quantization tool_call_parser tool_call_leniency reasoning_parser enable_auto_tool_choice"
     ),
     "several models": _words("host_model models_dir models_memory model_keep_alive model_turn max_model_loads"),

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import trio
 
-from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.assemble_images import open_configured_image_engine
 from trioserve.assemble_model import LoadReport

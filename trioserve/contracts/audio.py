@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.errors import InvalidRequest, StartupError
 
-__all__ = ["TIMESTAMP_SECONDS", "AudioEncoder", "AudioProcessing", "AudioPrompt", "SpeechRules"]
+__all__ = ["TIMESTAMP_SECONDS", "AudioEncoder", "AudioLimits", "AudioProcessing", "AudioPrompt", "SpeechRules"]
 
 TIMESTAMP_SECONDS = 0.02  # One timestamp token is later than the previous one by this time.
 
@@ -136,6 +136,30 @@ class AudioEncoder(Protocol):
             AlreadyEnded: the engine was closed or restarted.
         """
         ...
+
+
+class AudioLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits for audio files that clients send.
+
+    Attributes:
+        audio_bytes_max: Bytes of a file. The default is OpenAI's limit.
+        seconds_max: Length of a recording. It determines the memory limit of the decoding processes.
+        decode_seconds_max: Time to decode one file. A file of an hour takes about ten seconds on a slow core.
+        features_bytes_max: Bytes of the decoded recordings of all requests together.
+
+    Raises:
+        StartupError: a limit is out of range.
+    """
+
+    audio_bytes_max: int = 25 * 2**20
+    seconds_max: float = 3600.0
+    decode_seconds_max: float = 60.0
+    features_bytes_max: int = 2**30
+
+    def __post_init__(self) -> None:
+        for name in ("audio_bytes_max", "seconds_max", "decode_seconds_max", "features_bytes_max"):
+            if not getattr(self, name) > 0:
+                raise StartupError(f"{name} is {getattr(self, name)}, it must be above 0")
 
 
 class AudioPrompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import msgspec
 
 __all__ = ["Extra", "install_command"]
 
-Extra = Literal["asgi", "bench", "gpu", "hub", "image", "nixl", "otel", "ray", "top", "torch", "vision"]
+Extra = Literal["asgi", "audio", "bench", "gpu", "hub", "image", "nixl", "otel", "ray", "top", "torch", "vision"]
 
 
 def install_command(extra: Extra) -> str:

@@ -18,7 +18,7 @@ import msgspec
 import trio
 from msgspec import UNSET
 
-from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextThreads

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import trio
 
-from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.contracts.audio import AudioEncoder, AudioProcessing
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, RequestFailed
 from trioserve.contracts.images import GivenRows, ImageEncoder

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import trio
 
-from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.text_threads import TextRunner, TextThreads
 from trioserve.contracts.audio import AudioEncoder

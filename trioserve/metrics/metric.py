@@ -64,6 +64,7 @@ class Question(enum.Enum):
     SHORTCUTS = "Do speculative decoding and grammars help?"
     ADAPTERS = "Which adapters are used?"
     IMAGES = "What do input images cost?"
+    AUDIO = "What do recordings cost?"
     IMAGE_GENERATION = "How does image generation progress?"
     TRANSFERS = "Do KV transfers between engines work?"
     HOST = "Does offloading KV to host memory and files work?"

@@ -23,6 +23,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from trioserve.metrics.audio_metrics import AudioMetrics
 from trioserve.metrics.cache_metrics import CacheMetrics
 from trioserve.metrics.engine_metrics import EngineMetrics
 from trioserve.metrics.image_metrics import ImageMetrics
@@ -170,7 +171,7 @@ KINDS: dict[type, typing.Literal["gauge", "counter", "histogram"]] = {
 }
 
 
-class DeclaredMetrics(EngineMetrics, CacheMetrics, ServerMetrics, RouterMetrics, ImageMetrics):
+class DeclaredMetrics(EngineMetrics, CacheMetrics, ServerMetrics, RouterMetrics, ImageMetrics, AudioMetrics):
     """All metrics as typed attributes."""
 
 

@@ -252,7 +252,6 @@ class _Layer:
         def norm(module: str, is_there: bool) -> Norm | None:
             return made_norm(module) if is_there else None
 
-        def linear(inputs: int, has_bias: bool, **outputs: int) -> Linear:
         def linear(inputs: int, has_bias: bool, unbiased: Collection[str] = (), **outputs: int) -> Linear:
             named = {f"{name}.{module}": size for module, size in outputs.items()}
             kept = {block_types.get(f"{each}.weight") for each in named}
@@ -445,7 +444,6 @@ class _Layer:
             normed = _added(hidden, None, self._mlp_norm)
         return self._compute_mlp(normed, hidden, step, sums)
 
-    def _compute_mlp(self, normed: Tensor, hidden: Tensor, step: StepTensors, sums: RankSums) -> Tensor:
     def store_encoded(self, encoded: EncodedRows, slots_of_layer: Tensor) -> None:
         """Write the cross-attention keys and values of an encoder's rows into the KV cache.
 
@@ -456,7 +454,7 @@ class _Layer:
         assert self._cross is not None, "a layer without cross attention"
         self._cross.store(encoded, slots_of_layer)
 
-    def _compute_mlp(self, normed: Tensor, step: StepTensors, sums: RankSums) -> Tensor:
+    def _compute_mlp(self, normed: Tensor, hidden: Tensor, step: StepTensors, sums: RankSums) -> Tensor:
         assert self._mlp is not None, "the caller has checked that there is an MLP"
         if isinstance(self._mlp, Experts):
             product = self._mlp(normed, step.adapters, hidden)

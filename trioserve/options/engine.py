@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from trioserve.connectors.settings import connector_settings
+from trioserve.contracts.audio import AudioLimits
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageRequestLimits
 from trioserve.contracts.images import ImageLimits
@@ -228,6 +229,11 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
     image_decode_timeout: Annotated[float, about(
         "longest time in seconds to decode one image of a request; after that the request fails with 400, and the "
         "decoding process is killed", "SECONDS", gt=0, le=3600)] = ImageLimits().decode_seconds_max
+    max_audio_seconds: Annotated[float, about(
+        "longest recording that a speech model transcribes", "SECONDS", gt=0, le=86400)] = AudioLimits().seconds_max
+    audio_decode_timeout: Annotated[float, about(
+        "longest time in seconds to decode one recording of a request; after that the request fails with 400, and the "
+        "decoding process is killed", "SECONDS", gt=0, le=3600)] = AudioLimits().decode_seconds_max
     enable_lora: Annotated[bool, about(
         "accept LoRA adapters, which requests choose by their model name; on if --lora-modules is set")] = False
     lora_modules: Annotated[tuple[str, ...], about(
@@ -344,6 +350,10 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
                 "only media here"
             )
         return ImageLimits(images_max=count, decode_seconds_max=seconds)
+
+    def audio_limits(self) -> AudioLimits:
+        """Return the limits of recordings."""
+        return AudioLimits(seconds_max=self.max_audio_seconds, decode_seconds_max=self.audio_decode_timeout)
 
     def model_settings(self) -> ModelSettings:
         """Return the settings that determine how the model is computed.

@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 import trio
 
-from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.admission.decoding_process import DecodeReply, Job, decode
+from trioserve.admission.file_decoders import AudioDecoder, FileDecoder, ImageDecoder
 from trioserve.admission.text_threads import TextThreads
 from trioserve.api.images.image_context import EncodingThreads
+from trioserve.contracts.audio import AudioLimits, AudioProcessing
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
 from trioserve.contracts.images import ImageLimits
 from trioserve.metrics.registry import Metrics
@@ -27,9 +29,16 @@ from trioserve.store.settings import StoreSettings
 from trioserve.store.store import Store
 from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES
 from trioserve.trio_tools.worker_thread import LongJob
-from trioserve.vision.decoding_process import DecodeJob, DecodeReply, decode
 
-__all__ = ["InlineDecoder", "InlineImages", "InlineStore", "InlineTexts", "JobGate", "open_inline_store"]
+__all__ = [
+    "InlineAudioDecoder",
+    "InlineDecoder",
+    "InlineImages",
+    "InlineStore",
+    "InlineTexts",
+    "JobGate",
+    "open_inline_store",
+]
 
 T = TypeVar("T")
 
@@ -134,19 +143,31 @@ class InlineImages(EncodingThreads):
         return function()
 
 
-class InlineDecoder(ImageDecoder):
+class _DecodesInline(FileDecoder):
+    gate: JobGate
+
+    async def _decoded(self, job: Job, content: bytes, size: int) -> tuple[DecodeReply, bytes | memoryview]:
+        await self.gate.enter()
+        reply, pixels = decode(job, content)
+        if reply.error is not None:
+            raise InvalidRequest(reply.error, param=job.place)
+        return reply, pixels
+
+
+class InlineDecoder(_DecodesInline, ImageDecoder):
     """Decodes images in the event loop, and starts no process."""
 
     def __init__(self, limits: ImageLimits, metrics: Metrics) -> None:
         super().__init__(limits, metrics)
         self.gate = JobGate()
 
-    async def _decoded(self, job: DecodeJob, content: bytes, size: int) -> tuple[DecodeReply, bytes | memoryview]:
-        await self.gate.enter()
-        reply, pixels = decode(job, content)
-        if reply.error is not None:
-            raise InvalidRequest(reply.error, param=job.place)
-        return reply, pixels
+
+class InlineAudioDecoder(_DecodesInline, AudioDecoder):
+    """Decodes recordings in the event loop, and starts no process."""
+
+    def __init__(self, limits: AudioLimits, processing: AudioProcessing, metrics: Metrics) -> None:
+        super().__init__(limits, processing, metrics)
+        self.gate = JobGate()
 
 
 class _InlineRunner:

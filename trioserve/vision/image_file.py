@@ -34,6 +34,7 @@ __all__ = [
     "decoded_mask",
     "decoded_image",
     "encoded_image",
+    "load_decoders",
 ]
 
 
@@ -44,6 +45,15 @@ def why_no_images() -> str | None:
     except ImportError:
         return f"Pillow, which decodes images, is not installed: {install_command('vision')}"
     return None
+
+
+def load_decoders() -> None:
+    """Import Pillow's decoders, which it would otherwise import with the first image."""
+    import PIL.GifImagePlugin
+    import PIL.JpegImagePlugin
+    import PIL.MpoImagePlugin
+    import PIL.PngImagePlugin
+    import PIL.WebPImagePlugin  # noqa: F401
 
 
 def pixels_of(content: bytes, place: str) -> Image:

@@ -13,7 +13,7 @@ from trioserve.contracts.errors import Overloaded
 from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
-    from trioserve.admission.image_decoder import ImageDecoder
+    from trioserve.admission.file_decoders import ImageDecoder
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.image_generation import ImageParams
     from trioserve.engine.images.image_engine import ImageEngine, ImageStream

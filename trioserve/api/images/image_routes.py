@@ -34,7 +34,7 @@ from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.vision.image_file import IMAGE_FORMATS
 
 if TYPE_CHECKING:
-    from trioserve.admission.image_decoder import ImageDecoder
+    from trioserve.admission.file_decoders import ImageDecoder
     from trioserve.engine.images.image_engine import ImageEngine
     from trioserve.http.exchange import Exchange
 

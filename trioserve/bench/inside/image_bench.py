@@ -23,7 +23,7 @@ from time import perf_counter
 import msgspec
 import trio
 
-from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.bench.inside.command import print_figures
 from trioserve.bench.inside.image_load import ImageRequester, ImageWatch, PlainPipeline

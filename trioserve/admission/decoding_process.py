@@ -1,8 +1,8 @@
-"""Decodes images in a separate process: `python -m trioserve.vision.decoding_process FD MEMORY_BYTES`.
+"""Decodes files in a separate process: `python -m trioserve.admission.decoding_process KIND FD MEMORY_BYTES`.
 
-FD is the file descriptor of the connection to the server. The process runs one job after another. It ends when the
-connection ends, when the thread that started it ends, or when a job needs more memory or CPU time than allowed. It
-imports only a few modules besides Pillow and numpy.
+KIND is "image" or "audio", and FD is the file descriptor of the connection to the server. The process runs one job
+after another. It ends when the connection ends, when the thread that started it ends, or when a job needs more memory
+or CPU time than allowed. It imports only a few modules besides numpy, and Pillow or PyAV.
 """
 
 from __future__ import annotations
@@ -21,12 +21,24 @@ from typing import Literal
 
 import msgspec
 
+from trioserve.audio.recording import spectrogram_bytes
+from trioserve.contracts.audio import AudioLimits, AudioProcessing
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.images import ImageLimits
 from trioserve.vision.families.registry import ImageProcessing, tiles_of
-from trioserve.vision.image_file import decoded_image, decoded_mask
 
-__all__ = ["DecodeJob", "DecodeReply", "decode", "memory_bytes_max"]
+__all__ = [
+    "AudioJob",
+    "DecodeJob",
+    "DecodeReply",
+    "DecodedKind",
+    "Job",
+    "audio_memory_bytes",
+    "decode",
+    "memory_bytes_max",
+]
+
+DecodedKind = Literal["image", "audio"]
 
 FRAME = struct.Struct("<II")  # This format must equal the format in trio_tools.process_pool.
 PR_SET_PDEATHSIG = 1
@@ -35,8 +47,8 @@ OWN_BYTES = 256 * 2**20  # Memory in addition to the image, for free memory of t
 PIXEL_BYTES = 40
 
 
-class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job to decode one file.
+class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A job to decode one image.
 
     Attributes:
         kind: "tiles" for a model with image input, "picture" for an image to edit, "mask" for the mask of an edit.
@@ -51,16 +63,35 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
     processing: ImageProcessing | None = None
 
 
-class DecodeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a job, which precedes the pixels.
+class AudioJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A job to decode one recording to its log-mel spectrogram.
 
     Attributes:
-        width, height: size of an image or a mask in pixels. 0 for tiles.
+        place: name of the file in error messages.
+        limits: limits on the length of the recording and on the time.
+        processing: sample rate and spectrogram that the model expects.
+    """
+
+    place: str
+    limits: AudioLimits
+    processing: AudioProcessing
+
+
+Job = DecodeJob | AudioJob
+
+
+class DecodeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a job, which precedes the pixels or the spectrogram.
+
+    Attributes:
+        width, height: size of an image or a mask in pixels. 0 for tiles and audio.
+        seconds: length of a recording. 0 for images.
         error: the reason to refuse the file, or None if the file was decoded.
     """
 
     width: int = 0
     height: int = 0
+    seconds: float = 0.0
     error: str | None = None
 
 
@@ -73,31 +104,63 @@ def memory_bytes_max(limits: ImageLimits) -> int:
     return OWN_BYTES + PIXEL_BYTES * limits.pixels_max + 2 * limits.image_bytes_max
 
 
-def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryview]:
-    """Decode one file to pixels.
+def audio_memory_bytes(limits: AudioLimits, processing: AudioProcessing) -> int:
+    """Return the number of bytes of memory that is enough to decode the longest allowed recording.
+
+    Args:
+        limits: limits on recordings.
+        processing: sample rate and size of the spectrogram.
+    """
+    samples_bytes = 2 * int(limits.seconds_max * processing.sample_rate)
+    return (
+        OWN_BYTES
+        + 3 * samples_bytes
+        + 2 * spectrogram_bytes(limits.seconds_max, processing)
+        + 2 * limits.audio_bytes_max
+    )
+
+
+def decode(job: Job, content: bytes) -> tuple[DecodeReply, bytes | memoryview]:
+    """Decode one file.
 
     Args:
         job: describes the result that is needed.
         content: bytes of the file.
 
     Returns:
-        The reply and the pixels. Pixels are uint8 [count, tile_height, tile_width, 3] for tiles, and [height, width, 3]
-        otherwise. If the reply has an error, there are no pixels.
+        The reply, and the pixels or the spectrogram. Pixels are uint8 [count, tile_height, tile_width, 3] for tiles,
+        and [height, width, 3] for images. A spectrogram is described in audio/recording.py. If the reply has an error,
+        nothing follows.
     """
     try:
-        if job.kind == "tiles":
-            assert job.processing is not None, "a job for tiles needs `processing`"
-            return DecodeReply(), tiles_of(content, job.processing, job.place).data.cast("B")
-        read = decoded_image if job.kind == "picture" else decoded_mask
-        image = read(content, job.limits, job.place)
-        return DecodeReply(width=image.width, height=image.height), image.rgb
+        return _heard(job, content) if isinstance(job, AudioJob) else _seen(job, content)
     except InvalidRequest as error:
         return DecodeReply(error=str(error)), b""
 
 
+def _heard(job: AudioJob, content: bytes) -> tuple[DecodeReply, bytes | memoryview]:
+    from trioserve.audio.audio_file import decoded_audio
+    from trioserve.audio.recording import spectrogram_of
+
+    samples = decoded_audio(content, job.processing.sample_rate, job.limits, job.place)
+    spectrogram = spectrogram_of(samples, job.processing)
+    return DecodeReply(seconds=len(samples) / job.processing.sample_rate), spectrogram.data.cast("B")
+
+
+def _seen(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryview]:
+    from trioserve.vision.image_file import decoded_image, decoded_mask
+
+    if job.kind == "tiles":
+        assert job.processing is not None, "a job for tiles needs `processing`"
+        return DecodeReply(), tiles_of(content, job.processing, job.place).data.cast("B")
+    read = decoded_image if job.kind == "picture" else decoded_mask
+    image = read(content, job.limits, job.place)
+    return DecodeReply(width=image.width, height=image.height), image.rgb
+
+
 def main() -> None:
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        _limit_itself(int(sys.argv[2]))
+    with socket.socket(fileno=int(sys.argv[2])) as connection:
+        _limit_itself(sys.argv[1], int(sys.argv[3]))
         _serve(connection)
 
 
@@ -107,12 +170,12 @@ def _serve(connection: socket.socket) -> None:
         head, content = _received(connection, head_bytes), _received(connection, content_bytes)
         if head is None or content is None or _is_closed(connection):
             break
-        job = msgspec.msgpack.decode(head, type=DecodeJob)
+        job = msgspec.msgpack.decode(head, type=Job)
         _limit_cpu(job.limits.decode_seconds_max)
-        reply, pixels = decode(job, bytes(content))
+        reply, decoded = decode(job, bytes(content))
         encoded = msgspec.msgpack.encode(reply)
-        connection.sendall(FRAME.pack(len(encoded), len(pixels)) + encoded)
-        connection.sendall(pixels)
+        connection.sendall(FRAME.pack(len(encoded), len(decoded)) + encoded)
+        connection.sendall(decoded)
 
 
 def _is_closed(connection: socket.socket) -> bool:
@@ -125,12 +188,12 @@ def _is_closed(connection: socket.socket) -> bool:
     return any(events & select.POLLHUP for _, events in poll.poll(0))
 
 
-def _limit_itself(memory_bytes: int) -> None:
+def _limit_itself(kind: str, memory_bytes: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG exists only on Linux.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # Ignore the signal, because the server ends this process.
-    _load_decoders()
+    _load_decoders(kind)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # This limit is not available on macOS.
@@ -143,13 +206,16 @@ def _address_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _load_decoders() -> None:
-    """Import the decoders before the first image, because decoding time is limited."""
-    import PIL.GifImagePlugin
-    import PIL.JpegImagePlugin
-    import PIL.MpoImagePlugin
-    import PIL.PngImagePlugin
-    import PIL.WebPImagePlugin  # noqa: F401
+def _load_decoders(kind: str) -> None:
+    """Import the decoders before the first file, because decoding time is limited."""
+    if kind == "audio":
+        from trioserve.audio.audio_file import load_decoder
+
+        load_decoder()
+        return
+    from trioserve.vision.image_file import load_decoders
+
+    load_decoders()
 
 
 def _limit_cpu(seconds: float) -> None:

@@ -16,15 +16,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trioserve.admission.image_decoder import ImageDecoder
+from tests.audio.audio_files import WHISPER, audio_file, wav
+from trioserve.admission import decoding_process
+from trioserve.admission.decoding_process import DecodeJob, DecodeReply
+from trioserve.admission.file_decoders import AudioDecoder, ImageDecoder
+from trioserve.audio.audio_file import decoded_audio
+from trioserve.audio.recording import spectrogram_of
+from trioserve.contracts.audio import AudioLimits
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.image_generation import RGBImage
 from trioserve.contracts.images import ImageLimits
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
 from trioserve.trio_tools.process_pool import FRAME, ProcessPool
-from trioserve.vision import decoding_process
-from trioserve.vision.decoding_process import DecodeJob, DecodeReply
 from trioserve.vision.families.registry import tiles_of
 from trioserve.vision.image_file import decoded_image, decoded_mask
 
@@ -81,7 +85,7 @@ async def test_largest_allowed_image_fits_the_memory_limit_in_every_mode() -> No
 
 
 async def test_decoder_process_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trioserve.admission.image_decoder.memory_bytes_max", lambda limits: 2**26)
+    monkeypatch.setattr("trioserve.admission.file_decoders.memory_bytes_max", lambda limits: 2**26)
     file = io.BytesIO()
     Image.new("RGB", (6000, 6000)).save(file, "PNG")
     with decoding() as decoder:
@@ -127,7 +131,7 @@ def test_process_skips_jobs_after_the_server_has_ended(monkeypatch: pytest.Monke
         server.close()
         return DecodeReply(), b""
 
-    monkeypatch.setattr(decoding_process, "_limit_itself", lambda memory: None)
+    monkeypatch.setattr(decoding_process, "_limit_itself", lambda kind, memory: None)
     monkeypatch.setattr(decoding_process, "_limit_cpu", lambda seconds: None)
     monkeypatch.setattr(decoding_process, "decode", decode)
     head = msgspec.msgpack.encode(DecodeJob(kind="picture", place="image", limits=ImageLimits()))
@@ -136,7 +140,56 @@ def test_process_skips_jobs_after_the_server_has_ended(monkeypatch: pytest.Monke
         server.sendall(FRAME.pack(len(head), 3) + head + b"GIF")
         if is_gone:
             server.close()
-        monkeypatch.setattr("sys.argv", ["", str(own.detach()), "0"])
+        monkeypatch.setattr("sys.argv", ["", "image", str(own.detach()), "0"])
         with contextlib.nullcontext() if is_gone else pytest.raises(BrokenPipeError):
             decoding_process.main()
     assert len(jobs) == 1
+
+
+async def decoded(decoder: AudioDecoder, content: bytes) -> float:
+    async with decoder.recording(content, "file", tenant="key") as recording:
+        return recording.seconds
+
+
+async def test_process_decodes_audio_to_the_same_spectrogram() -> None:
+    content = wav(2.0)
+    metrics = Metrics("x")
+    with closing(AudioDecoder(AudioLimits(), WHISPER, metrics)) as decoder:
+        async with decoder.recording(content, "file", tenant="key") as recording:
+            expected = spectrogram_of(decoded_audio(content, 16_000, AudioLimits(), "file"), WHISPER)
+            assert recording.seconds == 2.0
+            assert np.array_equal(recording.window(0.0)[0], expected[:3000].T)
+            assert decoder.bytes_held == expected.nbytes
+        assert decoder.bytes_held == 0
+        with pytest.raises(InvalidRequest, match=r"file cannot be decoded .* damaged or incomplete"):
+            await decoded(decoder, content[:-1000])
+        assert decoder._pool.started_total == 1
+    assert metrics.total("audio_seconds_total") == 2.0
+
+
+async def test_longest_allowed_recording_fits_the_memory_limit() -> None:
+    limits = AudioLimits(seconds_max=120.0)
+    with closing(AudioDecoder(limits, WHISPER, Metrics("x"))) as decoder:
+        assert abs(await decoded(decoder, audio_file("mp3", "libmp3lame", 119.0, rate=16_000)) - 119.0) < 0.2
+        with pytest.raises(InvalidRequest, match="more than 120 s"):
+            await decoded(decoder, audio_file("mp3", "libmp3lame", 121.0, rate=16_000))
+
+
+async def test_recordings_of_all_requests_have_a_memory_limit() -> None:
+    limits = AudioLimits(features_bytes_max=2_000_000)
+    with closing(AudioDecoder(limits, WHISPER, Metrics("x"))) as decoder:
+        async with decoder.recording(wav(), "file", tenant="a"), decoder.recording(wav(), "file", tenant="b"):
+            with pytest.raises(Overloaded, match="hold 1,920,000 bytes, and this one needs 960,000 more"):
+                await decoded(decoder, wav())
+        assert await decoded(decoder, wav()) == 1.0
+
+
+async def test_error_of_slow_audio_names_the_timeout_option() -> None:
+    slow = [sys.executable, "-c", "import signal; signal.pause()"]
+    metrics = Metrics("x")
+    with closing(AudioDecoder(AudioLimits(decode_seconds_max=0.01), WHISPER, metrics)) as decoder:
+        decoder._pool = ProcessPool(lambda file: slow, processes_max=2)
+        with pytest.raises(InvalidRequest, match=r"within 0\.01 s \(--audio-decode-timeout\)"):
+            await decoded(decoder, wav())
+        decoder._pool.close()
+    assert metrics.total("audio_decoders_killed_total") == 1
