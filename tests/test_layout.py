@@ -186,7 +186,7 @@ TORCH_FILES = {
         "attention.py audio_tower.py decoder.py device_sampler.py diffusion/beginning.py diffusion/components.py "
         "diffusion/families/dit.py diffusion/families/flux.py diffusion/families/pixart.py "
         "diffusion/families/stable_diffusion.py diffusion/families/stable_diffusion_xl.py diffusion/family.py "
-        "diffusion/row_by_row.py diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py mlp.py "
+        "diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py mlp.py "
         "parallel/torch_collectives.py recurrent_layers.py sampler.py static_decode.py static_inputs.py "
         "step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
         "vision/qwen_tower.py vision/tower.py vision/towers.py"

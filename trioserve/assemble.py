@@ -20,7 +20,7 @@ from trioserve.assemble_compute import LocalModel, cache_release_of, copies_of, 
 from trioserve.assemble_model import LoadProgress, LoadReport, LoggedProgress, ModelFiles, default_served_name
 from trioserve.assemble_ranks import RankedModel
 from trioserve.asyncio.engine import Engine as AsyncioEngine
-from trioserve.asyncio.threaded_engine import for_asyncio
+from trioserve.asyncio.engine import for_asyncio
 from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
 from trioserve.contracts.errors import InvalidRequest, StartupError

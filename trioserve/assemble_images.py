@@ -14,7 +14,7 @@ import trio
 
 from trioserve.assemble_model import LoadProgress, LoadReport, LoggedProgress, default_served_name
 from trioserve.asyncio.engine import ImageEngine as AsyncioImageEngine
-from trioserve.asyncio.threaded_engine import for_asyncio
+from trioserve.asyncio.engine import for_asyncio
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits

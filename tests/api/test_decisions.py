@@ -12,7 +12,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.decisions.bodies import Decisions
+from trioserve.api.openai.decisions import Decisions
 from trioserve.testing import MemoryServer, open_memory_server
 from trioserve.testing.fake_executor import FakeModel
 

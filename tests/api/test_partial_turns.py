@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from trioserve.api.anthropic import response_types as messages_types
+from trioserve.api.anthropic import bodies as messages_types
 from trioserve.api.responses import response_types as responses_types
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 

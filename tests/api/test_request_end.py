@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from trioserve.api.caller import AccessRules
-from trioserve.api.request_end import end_line
+from trioserve.api.responder import end_line
 from trioserve.contracts.errors import Overloaded, RequestFailed
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta

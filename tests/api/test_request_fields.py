@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from trioserve.api.anthropic.bodies import CountTokensBody, MessagesBody
-from trioserve.api.embeddings.embeddings import EmbeddingsBody
 from trioserve.api.ollama.bodies import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -23,6 +22,7 @@ from trioserve.api.ollama.bodies import (
     OllamaGenerateBody,
     OllamaOptions,
 )
+from trioserve.api.openai.embeddings import EmbeddingsBody
 from trioserve.api.openai.request_types import ChatBody, CompletionBody
 from trioserve.api.responses.request_types import ResponsesBody
 from trioserve.api.unread_fields import HARMLESS, check_unread, shown_names

@@ -8,7 +8,7 @@ import functools
 import pytest
 
 import trioserve.asyncio
-from trioserve.asyncio.threaded_engine import opened_in_a_thread
+from trioserve.asyncio.engine import opened_in_a_thread
 from trioserve.contracts.errors import AlreadyEnded, RequestAborted
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.image_generation import ImageParams

@@ -6,17 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from trioserve.commands.chat import typing
+from trioserve.commands.chat import run
 
 
 async def test_single_ctrl_c_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch):
-    prompt = object.__new__(typing.TerminalTyping)
+    prompt = object.__new__(run.TerminalTyping)
     prompt._session = SimpleNamespace(app=SimpleNamespace(is_running=False))
     prompt._waiting, prompt._was_interrupted, prompt._is_leaving = [], False, False
-    typed = iter((typing.INTERRUPTED, "hello"))
+    typed = iter((run.INTERRUPTED, "hello"))
 
-    def ask(self: typing.TerminalTyping) -> str | None:
+    def ask(self: run.TerminalTyping) -> str | None:
         return None if self._is_leaving else next(typed)
 
-    monkeypatch.setattr(typing.TerminalTyping, "_prompt", ask)
+    monkeypatch.setattr(run.TerminalTyping, "_prompt", ask)
     assert await prompt.read() == "hello"

@@ -18,7 +18,7 @@ from trioserve.http.http2.fields import SIZE_UPDATES_MAX, FieldDecoder
 from trioserve.http.http2.frames import PIECE_WORK_US_MAX, SETTINGS, SETTINGS_WORK_US, FrameGate, frame
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
-from trioserve.trio_tools.http2_settings import HEADER_TABLE_BYTES_MAX, known_settings
+from trioserve.trio_tools.http2_client import HEADER_TABLE_BYTES_MAX, known_settings
 
 HEAD = [(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"test"), (b":path", b"/")]
 

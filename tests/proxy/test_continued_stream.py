@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve.contracts.errors import EndpointLost
+from trioserve.proxy.streams.client_events import EVENT_BYTES_MAX
 from trioserve.proxy.streams.continued_stream import ContinuedStream, WhyNot
-from trioserve.proxy.streams.event_splitter import EVENT_BYTES_MAX
 
 TOLD = '{"prompt_digest": "d", "seed": 7}'
 COMMENT = b": keep-alive\n\n"

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from trioserve.contracts.errors import EndpointLost
 from trioserve.contracts.image_generation import ImageRequestLimits
-from trioserve.proxy.streams import event_splitter
-from trioserve.proxy.streams.event_splitter import EventSplitter, is_comment
+from trioserve.proxy.streams import client_events
+from trioserve.proxy.streams.client_events import EventSplitter, is_comment
 
 ENDS = ("\n\n", "\r\n\r\n", "\r\r", "\n\r\n", "\r\n\n", "\r\n\r")
 LINES = st.sampled_from(["data: x", "data: y\r\ndata: z", ": ping", "id: 1\nevent: e\rdata", "data: \u2028é"])
@@ -44,7 +44,7 @@ def test_line_without_a_following_empty_line_is_not_an_event():
 
 
 def test_too_long_event_counts_as_a_lost_endpoint(monkeypatch):
-    monkeypatch.setattr(event_splitter, "EVENT_BYTES_MAX", 10)
+    monkeypatch.setattr(client_events, "EVENT_BYTES_MAX", 10)
     whole = EventSplitter()
     assert whole.feed(b"x" * 20 + b"\n\n" + b"y" * 10) == b"x" * 20 + b"\n\n"
     with pytest.raises(EndpointLost, match="more than 10 bytes"):

@@ -12,7 +12,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.proxy.router_context import RoutingRules
-from trioserve.proxy.streams.event_splitter import LineSplitter
+from trioserve.proxy.streams.client_events import LineSplitter
 from trioserve.testing.httpx_transport import MemoryTransport
 
 CHAT, GENERATE = "/api/chat", "/api/generate"

@@ -12,8 +12,8 @@ from trioserve.api.form import FormPart, form_parts
 from trioserve.contracts.errors import EndpointLost, InvalidRequest
 from trioserve.http.http1.protocol import ChunkSizes
 from trioserve.proxy.response_reader import BadResponse, ResponseReader
+from trioserve.proxy.streams.client_events import BrokenEvents, EventLines, EventSplitter, LineSplitter
 from trioserve.proxy.streams.continued_stream import ContinuedStream
-from trioserve.proxy.streams.event_splitter import BrokenEvents, EventLines, EventSplitter, LineSplitter
 
 SHORT, GROWTH = 10_000, 4
 SECONDS_MIN = 0.15

@@ -16,8 +16,16 @@ from trioserve.api.error_responses import HandedOver, Refusal, error_response, r
 from trioserve.api.gate import PageGate
 from trioserve.api.heartbeat import HEARTBEAT_HEADER, WhiteSpaceExchange
 from trioserve.api.operations.live_requests import hand_over_event
-from trioserve.api.request_end import HttpCounts, Outcome, end_line
-from trioserve.api.responder import Responder, begin_request, end_request, request_id_from, tenant_shown
+from trioserve.api.responder import (
+    HttpCounts,
+    Outcome,
+    Responder,
+    begin_request,
+    end_line,
+    end_request,
+    request_id_from,
+    tenant_shown,
+)
 from trioserve.api.route_table import READS, Handler, Route, RouteTable
 from trioserve.api.surface import OLLAMA_PATH, surface_of
 from trioserve.contracts.errors import TrioserveError, panics_become_failures

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.embeddings.embeddings import PoolingBody
+from trioserve.api.openai.embeddings import PoolingBody
 from trioserve.api.openai.request_types import HEADERS as DEADLINE_HEADERS
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.route_table import Operation
+from trioserve.contracts.extras import VERSION
 from trioserve.contracts.sampling import Range
-from trioserve.contracts.version import VERSION
 
 __all__ = ["openapi_document"]
 

@@ -14,30 +14,28 @@ from trioserve.api.app import BaseApp, other_path
 from trioserve.api.batches import handlers as batch_handlers
 from trioserve.api.batches.batches import Batches
 from trioserve.api.caller import AccessRules, ApiKeys, Caller
-from trioserve.api.decisions import decisions
-from trioserve.api.embeddings import embeddings, scoring
+from trioserve.api.engine_context import RoutersHeard
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files import files
 from trioserve.api.generation import usage_of
-from trioserve.api.limits import (
-    ROUTER_GRACE,
-    BackgroundSettings,
-    BatchSettings,
-    ConnectionSettings,
-    DetachSettings,
-)
+from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, ConnectionSettings, DetachSettings
 from trioserve.api.ollama import generation as ollama_generation
 from trioserve.api.ollama import models as ollama_models
-from trioserve.api.openai import chat, completions, models, tokenize
+from trioserve.api.openai import chat, completions, decisions, embeddings, models, scoring, tokenize
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations import health, kv_events, live_requests, pausing, sessions, weights
-from trioserve.api.operations.routers_heard import RoutersHeard
-from trioserve.api.page import files as page_files
-from trioserve.api.page.files import is_of_page
-from trioserve.api.page.page import EVENTS_PATH, INTERVAL_SECONDS_MAX, INTERVAL_SECONDS_MIN, Page, PageSettings
+from trioserve.api.page import page as page_files
+from trioserve.api.page.page import (
+    EVENTS_PATH,
+    INTERVAL_SECONDS_MAX,
+    INTERVAL_SECONDS_MIN,
+    Page,
+    PageSettings,
+    is_of_page,
+)
 from trioserve.api.request_context import RequestServices
 from trioserve.api.responder import TENANT_HEADER
-from trioserve.api.responses import operations as responses
+from trioserve.api.responses import handlers as responses
 from trioserve.api.responses.background import BackgroundResponses
 from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.responses.connection_turn import connection_turns, turn_headers

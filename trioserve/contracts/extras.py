@@ -1,14 +1,15 @@
-"""Optional dependencies of the installation, called extras, and the command that installs an extra."""
+"""The version of this program, its optional dependencies, and the command that installs them."""
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import Distribution, PackageNotFoundError
+from importlib.metadata import Distribution, PackageNotFoundError, version
 from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["Extra", "install_command"]
+__all__ = ["Extra", "VERSION", "install_command"]
+
 
 Extra = Literal["asgi", "audio", "bench", "gpu", "hub", "image", "nixl", "otel", "ray", "top", "torch", "vision"]
 
@@ -41,3 +42,13 @@ def _checkout() -> str | None:
     origin = installed.read_text("direct_url.json")  # PEP 610 describes this file.
     is_editable = origin is not None and msgspec.json.decode(origin).get("dir_info", {}).get("editable", False)
     return checkout if is_editable else None
+
+
+def _version() -> str:
+    try:
+        return version("trioserve")
+    except PackageNotFoundError:  # The program runs from a source tree and is not installed.
+        return "unknown"
+
+
+VERSION = _version()

@@ -44,11 +44,10 @@ from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefetches import Prefetches
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
 from trioserve.core.request_state import LiveRequest, RequestStatus
-from trioserve.core.request_table import RequestTable
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.sessions import Sessions
 from trioserve.core.settings import CoreSettings
-from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
+from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, RequestTable, StepsInFlight, lacking_ids, without_ended
 from trioserve.core.transfers import Transfers, Unserved
 
 __all__ = ["EngineCore"]

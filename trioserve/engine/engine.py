@@ -19,8 +19,8 @@ import trio
 from msgspec import UNSET
 
 from trioserve.admission.file_decoders import ImageDecoder
+from trioserve.admission.local_endpoint import show_router
 from trioserve.admission.prompt_encoder import PromptEncoder
-from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.arguments import check_flags, check_texts, refuse, to_bool, to_float, to_int, to_str
@@ -32,7 +32,7 @@ from trioserve.contracts.events import FinishReason, HandOverOutcome
 from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.live import LiveRequestView
+from trioserve.contracts.page import LiveRequestView
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import Retention

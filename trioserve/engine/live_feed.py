@@ -16,6 +16,7 @@ import trio
 
 from trioserve.admission.feeds import History, Watchers, tenant_name
 from trioserve.contracts.events import FinishReason, Phase
+from trioserve.contracts.extras import VERSION
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import RunningConnector
 from trioserve.contracts.page import (
@@ -27,7 +28,6 @@ from trioserve.contracts.page import (
     ServerShown,
     StepsShown,
 )
-from trioserve.contracts.version import VERSION
 from trioserve.core.engine import EngineCore
 from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.engine.lifecycle.request_scope import RequestsById

@@ -21,8 +21,8 @@ from trioserve.contracts.events import FinishReason, Phase, TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.images import GivenRows
 from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.output import Delta, join_unread
+from trioserve.contracts.page import LiveRequestView
 from trioserve.contracts.pooling import PoolingInput, PoolingResult
 from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from trioserve.contracts.version import VERSION
+from trioserve.contracts.extras import VERSION
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.model_config import Dtype

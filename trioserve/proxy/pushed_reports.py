@@ -25,7 +25,7 @@ from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import EndpointLost
 from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, KvEvent, LoadReported, ResidencySnapshot
 from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteResponse
-from trioserve.proxy.streams.event_splitter import BrokenEvents, EventLines
+from trioserve.proxy.streams.client_events import BrokenEvents, EventLines
 from trioserve.router.policies import Policy
 from trioserve.router.residency import BLOCKS_MAX
 

@@ -34,6 +34,7 @@ from trioserve.proxy.response_shape import (
     check_whole,
     is_error,
 )
+from trioserve.proxy.streams.client_events import LineSplitter
 from trioserve.proxy.streams.continuation import (
     HandedOver,
     NotResumed,
@@ -43,7 +44,6 @@ from trioserve.proxy.streams.continuation import (
     reason_of,
 )
 from trioserve.proxy.streams.continued_stream import ContinuedStream
-from trioserve.proxy.streams.event_splitter import LineSplitter
 from trioserve.proxy.streams.foreign_stream import ForeignStream
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 

@@ -33,7 +33,7 @@ from trioserve.proxy.forwarded_headers import endpoint_session, request_headers
 from trioserve.proxy.forwarding import forward
 from trioserve.proxy.peers.kept_stream import SessionEndNotice
 from trioserve.proxy.routed_body import rewritten
-from trioserve.proxy.streams.event_splitter import EventSplitter
+from trioserve.proxy.streams.client_events import EventSplitter
 
 if TYPE_CHECKING:
     from trioserve.api.responder import Responder

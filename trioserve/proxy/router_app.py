@@ -19,16 +19,25 @@ from trioserve.api.limits import ConnectionSettings
 from trioserve.api.ollama.models import read_api_version
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.health import Alive, NotReady, Ready, Version, read_tasks
-from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
-from trioserve.api.page.page import EVENTS_PATH, Page, PageSettings
+from trioserve.api.page.page import (
+    EVENTS_PATH,
+    PAGE_PATH,
+    ROUTER_PATH,
+    UI_PATH,
+    Page,
+    PageSettings,
+    is_of_page,
+    show_file,
+    show_page,
+)
 from trioserve.api.response import Listing, Response
 from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.route_table import Forwarding, Handler, Operation, RouteTable
 from trioserve.api.routes import OPERATIONS as ENGINE_OPERATIONS
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.extras import VERSION
 from trioserve.contracts.tracing import NO_TRACER, Tracer
-from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.metrics.registry import joined_pages
 from trioserve.proxy.aborts import abort_for_vllm, abort_one_or_all, abort_request, abort_requests

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode
 
 from trioserve.api.caller import AccessRules
-from trioserve.api.request_end import outcome_of_error
-from trioserve.api.responder import TENANT_HEADER, Responder
+from trioserve.api.responder import TENANT_HEADER, Responder, outcome_of_error
 from trioserve.api.responses.connection import ResponseConnections
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId, Stage

@@ -15,8 +15,8 @@ from trioserve.admission.feeds import History, Watchers, tenant_name
 from trioserve.admission.model_runs import ModelRuns
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.events import Phase
+from trioserve.contracts.extras import VERSION
 from trioserve.contracts.page import ENDED_SECONDS, REQUESTS_SHOWN_MAX, PageSnapshot, RequestShown, ServerShown
-from trioserve.contracts.version import VERSION
 from trioserve.metrics.metric import HistogramWindow
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.fleet import EndpointSpec, Fleet

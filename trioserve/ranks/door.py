@@ -20,7 +20,7 @@ import msgspec
 import trio
 
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.version import VERSION
+from trioserve.contracts.extras import VERSION
 from trioserve.ranks.messages import framed
 from trioserve.ranks.stage_sockets import RANK_VANISHED_SECONDS, make_blocking
 from trioserve.trio_tools.connection_limit import ConnectionLimit, Place, remote_address

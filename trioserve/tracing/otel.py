@@ -22,8 +22,8 @@ from opentelemetry.trace import Tracer as OtelApiTracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from trioserve.contracts import tracing
+from trioserve.contracts.extras import VERSION
 from trioserve.contracts.tracing import NO_SPAN, Attributes, Span, Tracer
-from trioserve.contracts.version import VERSION
 
 __all__ = ["OtelTracing", "SpanCounts"]
 

@@ -2,11 +2,16 @@
 
 The client gives credit (a window update) for received data at once, unless its caller withholds credit. The server may
 be hostile, so this client limits everything that it stores for a server.
+
+Unknown settings are removed from the SETTINGS frames of a peer (RFC 9113, 6.5). h2 stores every identifier that a peer
+sends, and iterates over all of them for each later SETTINGS frame. So our servers and clients first pass a peer's
+SETTINGS through `known_settings`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import struct
 from typing import NamedTuple
 
 import h2.config
@@ -17,7 +22,6 @@ import h2.exceptions
 import h2.settings
 import hyperframe.frame
 
-from trioserve.trio_tools.http2_settings import known_settings
 from trioserve.trio_tools.http_client import (
     INTERIM_RESPONSES_MAX,
     Fields,
@@ -26,7 +30,41 @@ from trioserve.trio_tools.http_client import (
     ResponseResult,
 )
 
-__all__ = ["Goaway", "Http2ClientProtocol"]
+__all__ = ["Goaway", "HEADER_TABLE_BYTES_MAX", "Http2ClientProtocol", "known_settings"]
+
+
+HEADER_TABLE_SIZE = 0x1
+# These are the settings of RFC 9113, section 6.5.2, and SETTINGS_ENABLE_CONNECT_PROTOCOL (RFC 8441). A receiver ignores
+# all other settings.
+_KNOWN = frozenset({HEADER_TABLE_SIZE, 0x2, 0x3, 0x4, 0x5, 0x6, 0x8})
+HEADER_TABLE_BYTES_MAX = 4096
+"""Maximum size of the header table that our encoders use, in bytes: HTTP/2's default. The peer may offer any size.
+hpack's encoder would fill a table of that size, and search all of it for each field.
+"""
+_SETTING = struct.Struct(">HI")
+
+
+def known_settings(payload: bytes) -> bytes:
+    """Return the payload of a SETTINGS frame without unknown identifiers. Each known identifier appears once, with its
+    last value.
+
+    Args:
+        payload: Payload of a frame without the ACK flag. If its length is not a multiple of 6, it is returned
+            unchanged, and h2 reports the error.
+
+    Returns:
+        The payload, with at most seven settings. SETTINGS_HEADER_TABLE_SIZE is reduced to HEADER_TABLE_BYTES_MAX.
+    """
+    if len(payload) % _SETTING.size:
+        return payload
+    kept: dict[int, int] = {}
+    for identifier, value in _SETTING.iter_unpack(payload):
+        if identifier in _KNOWN:
+            kept[identifier] = value
+    if HEADER_TABLE_SIZE in kept:
+        kept[HEADER_TABLE_SIZE] = min(kept[HEADER_TABLE_SIZE], HEADER_TABLE_BYTES_MAX)
+    return b"".join(_SETTING.pack(identifier, value) for identifier, value in kept.items())
+
 
 DEFAULT_WINDOW_BYTES = 65_535  # RFC 9113, section 6.9.2, defines this initial window.
 FRAME_HEADER_BYTES = 9

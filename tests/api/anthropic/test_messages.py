@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from anthropic.types import Message, MessageTokensCount
 
-from trioserve.api.anthropic import response_types as responses
+from trioserve.api.anthropic import bodies as responses
 from trioserve.api.surface import MessagesError
 from trioserve.contracts.errors import Draining, InvalidRequest, Overloaded, RequestFailed
 from trioserve.contracts.events import FinishReason

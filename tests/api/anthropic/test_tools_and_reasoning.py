@@ -13,7 +13,7 @@ import trio
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message
 
-from trioserve.api.anthropic import response_types as responses
+from trioserve.api.anthropic import bodies as responses
 from trioserve.testing.fake_engine import open_fake_engine
 
 pytestmark = pytest.mark.slow  # Each byte is a token, and each token needs a step.

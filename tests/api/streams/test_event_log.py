@@ -10,8 +10,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.error_responses import Refusal
 from trioserve.api.sse import KEEP_ALIVE
-from trioserve.api.streams.detached_stream import DetachedStream
-from trioserve.api.streams.event_log import EventLog, EventLogFull, split_events
+from trioserve.api.streams.detached_stream import DetachedStream, EventLog, EventLogFull, split_events
 
 
 def log_of(*events, bytes_max=10, drops_taken=True, first=1):

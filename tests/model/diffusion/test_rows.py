@@ -7,7 +7,7 @@ import torch
 
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.iterative import LatentMove
-from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
+from trioserve.model.diffusion.runner import RowByRow, UnknownFunction
 
 FAMILIES = (
     "dit",

@@ -9,8 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
-from trioserve.model.loading.gguf_checkpoint import dequantize
+from trioserve.model.loading.checkpoint import Checkpoint, dequantize, open_checkpoint
 from trioserve.model.loading.names import tensor_shapes
 from trioserve.model.loading.stored_tensor import FP8_ROWS, StoredTensor
 from trioserve.model.number_formats import Float32Array

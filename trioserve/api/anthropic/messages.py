@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from msgspec import UNSET, UnsetType
 
-from trioserve.api.anthropic import response_types as types
+from trioserve.api.anthropic import bodies as types
 from trioserve.api.anthropic.bodies import MESSAGES_RANGES, CountTokensBody, MessagesBody
 from trioserve.api.anthropic.turn import counted_turn, message_turn
 from trioserve.api.generation import PARTIAL_FINISH

@@ -24,8 +24,7 @@ from trioserve.api.files.stored_files import (
     record_of,
     required_store,
 )
-from trioserve.api.form import INLINE_BYTES_MAX, Form, parsed_form
-from trioserve.api.query import LIST_FIELDS, Query
+from trioserve.api.form import INLINE_BYTES_MAX, LIST_FIELDS, Form, Query, parsed_form
 from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.api.server_context import ServerContext

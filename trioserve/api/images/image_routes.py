@@ -11,6 +11,7 @@ import trio
 
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
+from trioserve.api.engine_context import RoutersHeard
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.images import image_responses
 from trioserve.api.images.handlers import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
@@ -21,10 +22,8 @@ from trioserve.api.openapi import openapi_document
 from trioserve.api.operations import health, kv_events, live_requests, pausing
 from trioserve.api.operations.kv_events import stream_load
 from trioserve.api.operations.live_requests import abort_request, abort_requests
-from trioserve.api.operations.routers_heard import RoutersHeard
-from trioserve.api.page import files as page_files
-from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_image_page
-from trioserve.api.page.page import PageSettings
+from trioserve.api.page import page as page_files
+from trioserve.api.page.page import PAGE_PATH, UI_PATH, PageSettings, is_of_page, show_image_page
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.route_table import GENERATES, Forwarding, Handler, Operation, RouteTable, find_operation
 from trioserve.api.sse import encode

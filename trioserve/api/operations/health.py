@@ -14,7 +14,7 @@ from trioserve.api.operations.kv_events import load_report
 from trioserve.api.response import Response
 from trioserve.api.route_table import Operation
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.version import VERSION
+from trioserve.contracts.extras import VERSION
 from trioserve.engine.lifecycle.step_times import step_trace
 from trioserve.trio_tools.task_tree import task_tree
 

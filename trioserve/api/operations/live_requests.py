@@ -22,7 +22,7 @@ from trioserve.api.sse import encode
 from trioserve.api.streams.cursors import ResumeBody, resume_body, shown_logprobs
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason, HandOverOutcome, Phase, TokenLogprob
-from trioserve.contracts.live import LiveRequestView
+from trioserve.contracts.page import LiveRequestView
 from trioserve.contracts.sampling import ReasoningOutcome
 from trioserve.contracts.weights import WeightVersions
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from trioserve.api.form import Query
 from trioserve.api.openai.request_types import PauseBody, decode_body
-from trioserve.api.query import Query
 from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.contracts.errors import InvalidRequest

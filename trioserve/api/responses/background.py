@@ -24,7 +24,7 @@ from trioserve.api.responses.plan import PlannedResponse
 from trioserve.api.responses.response_run import ResponseRun
 from trioserve.api.responses.response_types import ResponseErrorDetail, ResponseEvent, ResponseObject
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
-from trioserve.api.streams.event_log import EventLog, EventLogFull
+from trioserve.api.streams.detached_stream import EventLog, EventLogFull
 from trioserve.api.streams.resumption import Resumption
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.errors import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trioserve.api.error_responses import refusal
-from trioserve.api.query import Query
+from trioserve.api.form import Query
 from trioserve.api.response import Response
 from trioserve.api.route_table import Forwarding, Operation
 from trioserve.api.server_context import ServerContext

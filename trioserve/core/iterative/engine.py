@@ -49,9 +49,8 @@ from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.step import IsAbandoned
 from trioserve.core.iterative.latent_slots import LatentSlots, LiveIteration
 from trioserve.core.request_state import RequestStatus
-from trioserve.core.request_table import RequestTable
 from trioserve.core.settings import IterativeSettings
-from trioserve.core.steps_in_flight import StepsInFlight
+from trioserve.core.steps_in_flight import RequestTable, StepsInFlight
 from trioserve.core.waiting_queue import WaitingQueue
 
 __all__ = ["IterativeCore"]

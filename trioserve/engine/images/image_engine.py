@@ -15,7 +15,7 @@ import msgspec
 import trio
 from msgspec import UNSET
 
-from trioserve.admission.router_metrics import show_router
+from trioserve.admission.local_endpoint import show_router
 from trioserve.contracts.arguments import to_str
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
@@ -27,14 +27,11 @@ from trioserve.contracts.image_generation import (
     RGBImage,
 )
 from trioserve.contracts.iterative import IterativeStats
-from trioserve.contracts.live import LiveImageView
+from trioserve.contracts.page import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.engine.images.image_work import ImageParts, ImageSteps, ImageWork
-from trioserve.engine.images.open_image import (
-    OpenImage,
-    view_of,
-)
+from trioserve.engine.images.open_image import OpenImage, view_of
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.engine.lifecycle.request_admission import new_request_id
 from trioserve.engine.lifecycle.scope_stream import ScopeStream, error_of

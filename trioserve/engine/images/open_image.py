@@ -13,7 +13,7 @@ from trioserve.contracts.events import FinishReason, IterativePhase
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import ImageDelta, ImageParams, RGBImage
 from trioserve.contracts.iterative import IterativeRequest
-from trioserve.contracts.live import LiveImageView
+from trioserve.contracts.page import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, Attributes, Span
 from trioserve.core.iterative.latent_slots import LiveIteration
 from trioserve.core.request_state import RequestStatus

@@ -22,8 +22,8 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 import trio
 
+from trioserve.contracts.extras import VERSION
 from trioserve.contracts.step import StepPlan
-from trioserve.contracts.version import VERSION
 from trioserve.engine.lifecycle.stepped_core import AnyPlan
 
 __all__ = ["PlanTimes", "STEPS_MAX", "StepCounts", "StepTime", "StepTimes", "StepWatch", "step_trace"]

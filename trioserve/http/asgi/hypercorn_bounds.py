@@ -30,7 +30,7 @@ from trioserve.http.http2.protocol import error_code_of
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.pace import RateBucket
 from trioserve.trio_tools.connection_limit import ConnectionLimit, remote_address
-from trioserve.trio_tools.http2_settings import known_settings
+from trioserve.trio_tools.http2_client import known_settings
 
 __all__ = ["bounded"]
 

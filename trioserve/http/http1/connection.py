@@ -21,12 +21,11 @@ from trioserve.http.connection_setup import RETRY_SECONDS, TOO_MANY, ConnectionS
 from trioserve.http.counters import ConnectionRefusal, StreamRefusal
 from trioserve.http.exchange import HeaderFields, WebSocket
 from trioserve.http.handler_call import JSON_FIELDS, call_handler, refusal_body
-from trioserve.http.http1.exchange import H11Exchange
+from trioserve.http.http1.exchange import H11Exchange, H11WebSocketWire
 from trioserve.http.http1.protocol import BadHead, EncodedFields, H1Protocol
-from trioserve.http.http1.websocket_wire import H11WebSocketWire
 from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.pace import ResponsePace
-from trioserve.http.websocket.handshake import handshake_fault, upgrade_fields
+from trioserve.http.websocket.messages import handshake_fault, upgrade_fields
 from trioserve.trio_tools.tcp_stream import SendsAtOnce
 
 if TYPE_CHECKING:

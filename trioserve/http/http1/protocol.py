@@ -13,7 +13,7 @@ import h11
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.http.exchange import HeaderFields, Headers
 from trioserve.http.message_head import REASONS, RequestHead, split_target
-from trioserve.http.websocket.handshake import asks_for_websocket
+from trioserve.http.websocket.messages import asks_for_websocket
 
 __all__ = ["BadHead", "ChunkSizes", "H1Protocol", "plain_request"]
 

@@ -30,7 +30,7 @@ from trioserve.http.http2.protocol import error_code_of, initiated_protocol, ref
 from trioserve.http.http2.stream import H2Outbox, H2Stream
 from trioserve.http.message_head import printable
 from trioserve.http.pace import RateBucket
-from trioserve.http.websocket.handshake import handshake_fault
+from trioserve.http.websocket.messages import handshake_fault
 from trioserve.trio_tools.tcp_stream import TcpStream
 
 if TYPE_CHECKING:

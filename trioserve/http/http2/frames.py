@@ -21,7 +21,7 @@ from h2.errors import ErrorCodes
 from trioserve.http.counters import ConnectionRefusal
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.pace import RateBucket
-from trioserve.trio_tools.http2_settings import known_settings
+from trioserve.trio_tools.http2_client import known_settings
 
 __all__ = [
     "CONTINUATION",

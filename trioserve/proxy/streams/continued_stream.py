@@ -20,7 +20,7 @@ import msgspec
 
 from trioserve.api.streams.cursors import GROUP_ID
 from trioserve.contracts.errors import EndpointLost
-from trioserve.proxy.streams.event_splitter import EVENT_BYTES_MAX, EventSplitter, is_comment
+from trioserve.proxy.streams.client_events import EVENT_BYTES_MAX, EventSplitter, is_comment
 
 __all__ = ["RESUME_BYTES_MAX", "ContinuedStream", "WhyNot", "field_values"]
 

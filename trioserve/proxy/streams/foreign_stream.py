@@ -16,8 +16,8 @@ import msgspec
 from trioserve.api.openai.request_types import CompletionBody
 from trioserve.api.sse import DONE
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.proxy.streams.client_events import EventSplitter, is_comment
 from trioserve.proxy.streams.continued_stream import WhyNot
-from trioserve.proxy.streams.event_splitter import EventSplitter, is_comment
 
 __all__ = ["COMPLETIONS_PATH", "TOKEN_IDS", "ForeignStream", "foreign_body"]
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from trioserve.text.response_parsers.call_format import CallFormat, arguments_of
-from trioserve.text.response_parsers.call_reading import CallReading, read_arguments
+from trioserve.text.response_parsers.call_format import CallFormat, CallReading, arguments_of, read_arguments
 from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script
 
 __all__ = ["CALLS_MARKER", "CALL_MARKER", "DEEPSEEK_TOKENS", "V31_FORMAT", "V3_FORMAT", "read_call", "read_section"]

@@ -10,8 +10,7 @@ import json
 import re
 from typing import Final
 
-from trioserve.text.response_parsers.call_format import CallFormat, json_call
-from trioserve.text.response_parsers.call_reading import CallReading, read_calls
+from trioserve.text.response_parsers.call_format import CallFormat, CallReading, json_call, read_calls
 from trioserve.text.response_parsers.json_scanner import DEPTH_MAX
 from trioserve.text.response_parsers.python_literal import json_of_python
 from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script

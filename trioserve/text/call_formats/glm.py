@@ -10,8 +10,14 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from trioserve.text.response_parsers.call_format import CallFormat, Piece, raw_argument_pieces, raw_text
-from trioserve.text.response_parsers.call_reading import CallReading, read_calls
+from trioserve.text.response_parsers.call_format import (
+    CallFormat,
+    CallReading,
+    Piece,
+    raw_argument_pieces,
+    raw_text,
+    read_calls,
+)
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.raw_values import Closing, RawArguments, read_raw_value
 from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script

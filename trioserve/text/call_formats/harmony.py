@@ -13,8 +13,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from trioserve.text.response_parsers.call_format import CallFormat, Piece, RawUntil, arguments_of
-from trioserve.text.response_parsers.call_reading import CallReading, read_arguments
+from trioserve.text.response_parsers.call_format import (
+    CallFormat,
+    CallReading,
+    Piece,
+    RawUntil,
+    arguments_of,
+    read_arguments,
+)
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.raw_values import Closing, read_raw_value
 from trioserve.text.response_parsers.scripts import NotACall, PartSink, Script, TextEnded, TextSource

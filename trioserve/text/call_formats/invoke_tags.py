@@ -11,8 +11,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from trioserve.text.response_parsers.call_format import CallFormat, Piece, raw_argument_pieces, raw_text
-from trioserve.text.response_parsers.call_reading import CallReader, CallReading
+from trioserve.text.response_parsers.call_format import (
+    CallFormat,
+    CallReader,
+    CallReading,
+    Piece,
+    raw_argument_pieces,
+    raw_text,
+)
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.raw_values import Closing, RawArguments, read_raw_value
 from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script

@@ -7,8 +7,15 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from trioserve.text.response_parsers.call_format import CallFormat, Piece, arguments_of, json_call
-from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
+from trioserve.text.response_parsers.call_format import (
+    CallFormat,
+    CallReader,
+    CallReading,
+    Piece,
+    arguments_of,
+    json_call,
+    read_calls,
+)
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.scripts import NotACall, Script
 

@@ -13,8 +13,16 @@ from collections.abc import Sequence
 from typing import Final
 
 from trioserve.text.call_formats.json_calls import read_nothing
-from trioserve.text.response_parsers.call_format import CallFormat, Piece, arguments_of, raw_argument_pieces, raw_text
-from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_arguments
+from trioserve.text.response_parsers.call_format import (
+    CallFormat,
+    CallReader,
+    CallReading,
+    Piece,
+    arguments_of,
+    raw_argument_pieces,
+    raw_text,
+    read_arguments,
+)
 from trioserve.text.response_parsers.offered_tools import OfferedTool, argument_types
 from trioserve.text.response_parsers.raw_values import Closing, RawArguments, read_raw_value
 from trioserve.text.response_parsers.reasoning_script import ReasoningTags

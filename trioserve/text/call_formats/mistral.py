@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import re
 
-from trioserve.text.response_parsers.call_format import CallFormat, arguments_of, json_call
-from trioserve.text.response_parsers.call_reading import CallReading, read_arguments, read_calls
+from trioserve.text.response_parsers.call_format import (
+    CallFormat,
+    CallReading,
+    arguments_of,
+    json_call,
+    read_arguments,
+    read_calls,
+)
 from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script
 
 __all__ = [

@@ -7,8 +7,17 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from trioserve.text.response_parsers.call_format import AnyOf, CallFormat, JsonOf, Maybe, Piece
-from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_json, read_opened_array
+from trioserve.text.response_parsers.call_format import (
+    AnyOf,
+    CallFormat,
+    CallReader,
+    CallReading,
+    JsonOf,
+    Maybe,
+    Piece,
+    read_json,
+    read_opened_array,
+)
 from trioserve.text.response_parsers.offered_tools import OfferedTool, argument_schemas, argument_types
 from trioserve.text.response_parsers.python_literal import PythonLiteral
 from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script

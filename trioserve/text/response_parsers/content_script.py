@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
+from trioserve.text.response_parsers.call_format import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.scripts import CALLS_MAX, NotACall, PartSink, Script, TextEnded, TextSource
 from trioserve.text.response_parts import ToolCallArguments, ToolCallBegin, ToolCallEnd

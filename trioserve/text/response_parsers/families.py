@@ -7,14 +7,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from trioserve.text.call_formats import deepseek, gemma4, glm, harmony, kimi, mistral, pythonic, qwen_xml
-from trioserve.text.call_formats.invoke_tags import (
-    DSML,
-    DSML_SPACED,
-    MINIMAX,
-    InvokeTags,
-    invoke_calls,
-    invoke_format,
-)
+from trioserve.text.call_formats.invoke_tags import DSML, DSML_SPACED, MINIMAX, InvokeTags, invoke_calls, invoke_format
 from trioserve.text.call_formats.json_calls import (
     COHERE_FORMAT,
     HERMES_FORMAT,
@@ -24,8 +17,7 @@ from trioserve.text.call_formats.json_calls import (
     read_nothing,
     tagged_calls,
 )
-from trioserve.text.response_parsers.call_format import CallFormat
-from trioserve.text.response_parsers.call_reading import CallReader
+from trioserve.text.response_parsers.call_format import CallFormat, CallReader
 from trioserve.text.response_parsers.content_script import read_bare
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.reasoning_script import ReasoningTags

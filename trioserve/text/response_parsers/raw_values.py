@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from trioserve.text.response_parsers.call_reading import CallReading
+from trioserve.text.response_parsers.call_format import CallReading
 from trioserve.text.response_parsers.json_scanner import JsonScanner, ScanState
 from trioserve.text.response_parsers.offered_tools import ANY_TYPE, argument_types
 from trioserve.text.response_parsers.python_literal import json_of_python

@@ -3,6 +3,8 @@
 The server generates no text. Each question is a prompt that ends where the answer would begin. Each possible answer has
 a label, and the result is the probability that this label is the next token. All prompts begin with the input and
 belong to one request. The input is computed once, and the other prompts hit the prefix cache.
+
+Bodies and responses have two formats: OpenAI's, which vLLM uses, and SGLang's.
 """
 
 from __future__ import annotations
@@ -11,21 +13,235 @@ import json
 import math
 import string
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, UnsetType
 
-from trioserve.api.decisions import bodies
-from trioserve.api.decisions.bodies import DecisionsBody, OpenAIAnswer, Question
-from trioserve.api.embeddings.embeddings import PoolingResponse, pool
+from trioserve.api.openai.embeddings import PoolingResponse, Priority, pool
+from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.request_context import RequestContext
+from trioserve.api.response import Response
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import LabelledPrompt, PoolingParams
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import check_shape
 
-__all__ = ["OPERATIONS", "create_decisions"]
+__all__ = ["Decisions", "OPERATIONS", "create_decisions"]
+
+
+# The number is limited, because each question is a prompt. All prompts share the blocks of the input.
+QUESTIONS_MAX = 64
+Temperature = Annotated[float, msgspec.Meta(gt=0, le=100)]
+
+
+class InputText(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["input_text"]
+    text: str
+
+
+class InputMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["user"]
+    content: str | list[InputText]
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """Possible answer.
+
+    Attributes:
+        value: answer in OpenAI's format.
+        name: answer in SGLang's format.
+    """
+
+    value: str | bool | None = None
+    name: str | None = None
+    description: str | None = None
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    label: str
+    description: str | None = None
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """One question.
+
+    OpenAI's format has instructions, optionally a name, and choices for a choice or levels for a score. SGLang's format
+    has id, question, and options, levels as texts, or the meanings of yes and no.
+    """
+
+    type: Literal["predicate", "choice", "score", "yes_no"]
+    instructions: str | None = None
+    name: str | None = None
+    choices: list[Choice] | None = None
+    levels: list[str | Level] | None = None
+    id: str | None = None
+    question: str | None = None
+    options: list[Choice] | None = None
+    yes: str | None = None
+    no: str | None = None
+
+
+class DecisionsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/decisions.
+
+    Attributes:
+        input: text that the questions are about.
+        temperature: temperature of the probabilities among the labels.
+        safety_identifier: accepted and ignored.
+        user: accepted and ignored.
+    """
+
+    input: str | list[InputMessage]
+    questions: list[Question]
+    model: str | None = None
+    temperature: Temperature | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+    queue_timeout: float | None = None
+    ttft_timeout: float | None = None
+    timeout: float | None = None
+
+    # A prompt is never truncated, because the question is at its end.
+    @property
+    def truncate_prompt_tokens(self) -> None:
+        return None
+
+    @property
+    def truncation_side(self) -> None:
+        return None
+
+    def check(self) -> None:
+        """Check rules that types cannot express.
+
+        Raises:
+            InvalidRequest: a rule is broken. The error names the field.
+        """
+        check_cache_salt(self.cache_salt)
+        if not 1 <= len(self.questions) <= QUESTIONS_MAX:
+            raise InvalidRequest(
+                f"questions has {len(self.questions)} entries, allowed are 1 to {QUESTIONS_MAX}", param="questions"
+            )
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.input, str):
+            return self.input
+        return "\n\n".join(
+            message.content if isinstance(message.content, str) else "\n".join(part.text for part in message.content)
+            for message in self.input
+        )
+
+
+class PredicateAnswer(Response, tag_field="type", tag="predicate"):
+    """Answer to a predicate.
+
+    Attributes:
+        probability: probability that the predicate is true.
+    """
+
+    name: str | None
+    probability: float
+
+
+class ChoiceProbability(Response):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(Response, tag_field="type", tag="choice"):
+    """Answer to a choice.
+
+    Attributes:
+        probabilities: probabilities among the choices.
+        confidence: probability of the best choice among all tokens of the model.
+    """
+
+    name: str | None
+    choice: str | bool
+    probabilities: list[ChoiceProbability]
+    confidence: float
+
+
+class ScoreProbability(Response):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(Response, tag_field="type", tag="score"):
+    """Answer to a score.
+
+    Attributes:
+        score: expected level, counted from 0.
+        probabilities: probabilities among the levels.
+        confidence: probability of the best level among all tokens of the model.
+    """
+
+    name: str | None
+    score: float
+    probabilities: list[ScoreProbability]
+    confidence: float
+
+
+OpenAIAnswer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
+"""Answer in OpenAI's format."""
+
+
+class NamedAnswer(Response):
+    """Answer in SGLang's format.
+
+    Attributes:
+        label_mass: probability of all labels together, among all tokens of the model.
+    """
+
+    type: Literal["choice", "score", "yes_no"]
+    probabilities: dict[str, float]
+    label_mass: float
+    choice: str | UnsetType = UNSET
+    score: float | UnsetType = UNSET
+
+
+class InputTokensDetails(Response):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Response):
+    reasoning_tokens: int
+
+
+class DecisionsUsage(Response):
+    """Token counts: input_tokens for OpenAI's format, prompt_tokens for SGLang's."""
+
+    total_tokens: int
+    input_tokens: int | UnsetType = UNSET
+    input_tokens_details: InputTokensDetails | UnsetType = UNSET
+    output_tokens: int | UnsetType = UNSET
+    output_tokens_details: OutputTokensDetails | UnsetType = UNSET
+    prompt_tokens: int | UnsetType = UNSET
+    completion_tokens: int | UnsetType = UNSET
+
+
+class Decisions(Response):
+    """Response with decisions.
+
+    Attributes:
+        answers: in OpenAI's format a list in the order of the questions, in SGLang's format an object by id.
+        object: only in SGLang's format.
+        prompt_format_version: only in SGLang's format.
+    """
+
+    model: str
+    answers: list[OpenAIAnswer] | dict[str, NamedAnswer]
+    usage: DecisionsUsage
+    object: Literal["decisions"] | UnsetType = UNSET
+    prompt_format_version: int | UnsetType = UNSET
+
 
 T = TypeVar("T")
 AnswerType = TypeVar("AnswerType")
@@ -125,7 +341,7 @@ def _openai_prompt(question: Question, place: str) -> QuestionPrompt[OpenAIAnswe
         return _lettered(
             question.instructions,
             [("false", None), ("true", None)],
-            lambda weights: bodies.PredicateAnswer(name=question.name, probability=weights.probabilities[1]),
+            lambda weights: PredicateAnswer(name=question.name, probability=weights.probabilities[1]),
         )
     if question.type == "choice":
         choices = _counted(question.choices, f"{place}.choices", LETTERS)
@@ -134,28 +350,28 @@ def _openai_prompt(question: Question, place: str) -> QuestionPrompt[OpenAIAnswe
         return _lettered(
             question.instructions,
             [(json.dumps(v, ensure_ascii=False), c.description) for v, c in zip(values, choices, strict=True)],
-            lambda weights: bodies.ChoiceAnswer(
+            lambda weights: ChoiceAnswer(
                 name=question.name,
                 choice=values[weights.best],
                 probabilities=[
-                    bodies.ChoiceProbability(value=value, probability=probability)
+                    ChoiceProbability(value=value, probability=probability)
                     for value, probability in zip(values, weights.probabilities, strict=True)
                 ],
                 confidence=weights.confidence,
             ),
         )
     levels = [
-        level if isinstance(level, bodies.Level) else bodies.Level(label=level)
+        level if isinstance(level, Level) else Level(label=level)
         for level in _counted(question.levels, f"{place}.levels", DIGITS)
     ]
     return _lettered(
         question.instructions,
         [(level.label, level.description) for level in levels],
-        lambda weights: bodies.ScoreAnswer(
+        lambda weights: ScoreAnswer(
             name=question.name,
             score=weights.expected,
             probabilities=[
-                bodies.ScoreProbability(value=index, label=level.label, probability=probability)
+                ScoreProbability(value=index, label=level.label, probability=probability)
                 for index, (level, probability) in enumerate(zip(levels, weights.probabilities, strict=True))
             ],
             confidence=weights.confidence,
@@ -174,7 +390,7 @@ def _lettered(
 # --- SGLang's format ---
 
 
-def _sglang_prompt(question: Question, place: str) -> QuestionPrompt[bodies.NamedAnswer]:
+def _sglang_prompt(question: Question, place: str) -> QuestionPrompt[NamedAnswer]:
     if not (question.question or "").strip():
         raise InvalidRequest(f"{place} has no question", param=f"{place}.question")
     if question.type == "predicate":
@@ -203,8 +419,8 @@ def _sglang_prompt(question: Question, place: str) -> QuestionPrompt[bodies.Name
 
     kind: Literal["choice", "score", "yes_no"] = question.type
 
-    def answer(weights: LabelWeights) -> bodies.NamedAnswer:
-        return bodies.NamedAnswer(
+    def answer(weights: LabelWeights) -> NamedAnswer:
+        return NamedAnswer(
             type=kind,
             probabilities=dict(zip(names, weights.probabilities, strict=True)),
             label_mass=weights.mass,
@@ -237,13 +453,13 @@ def _check_distinct(values: Sequence[object], place: str) -> None:
         raise InvalidRequest(f"{place} has two equal entries", param=place)
 
 
-def _value_of(choice: bodies.Choice, place: str) -> str | bool:
+def _value_of(choice: Choice, place: str) -> str | bool:
     if choice.value is None:
         raise InvalidRequest(f"{place} has no value", param=f"{place}.value")
     return choice.value
 
 
-def _name_of(option: bodies.Choice, place: str) -> str:
+def _name_of(option: Choice, place: str) -> str:
     if not (option.name or "").strip():
         raise InvalidRequest(f"{place} has no name", param=f"{place}.name")
     assert option.name is not None, "checked above"
@@ -263,10 +479,10 @@ async def create_decisions(context: RequestContext) -> None:
     if has_ids(body.questions):
         prompts = [_sglang_prompt(question, f"questions[{index}]") for index, question in enumerate(body.questions)]
         answers, response = await _answers(context, body, prompts)
-        decisions = bodies.Decisions(
+        decisions = Decisions(
             model=model,
             answers={question.id or "": answer for question, answer in zip(body.questions, answers, strict=True)},
-            usage=bodies.DecisionsUsage(
+            usage=DecisionsUsage(
                 prompt_tokens=response.usage.prompt_tokens,
                 completion_tokens=response.usage.completion_tokens,
                 total_tokens=response.usage.total_tokens,
@@ -277,16 +493,16 @@ async def create_decisions(context: RequestContext) -> None:
     else:
         lettered = [_openai_prompt(question, f"questions[{index}]") for index, question in enumerate(body.questions)]
         chosen, response = await _answers(context, body, lettered)
-        decisions = bodies.Decisions(
+        decisions = Decisions(
             model=model,
             answers=chosen,
-            usage=bodies.DecisionsUsage(
+            usage=DecisionsUsage(
                 input_tokens=response.usage.prompt_tokens,
-                input_tokens_details=bodies.InputTokensDetails(
+                input_tokens_details=InputTokensDetails(
                     cached_tokens=response.cached_token_count, cache_write_tokens=0
                 ),
                 output_tokens=0,
-                output_tokens_details=bodies.OutputTokensDetails(reasoning_tokens=0),
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
                 total_tokens=response.usage.total_tokens,
             ),
         )
@@ -328,7 +544,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         description="Questions have OpenAI's format, as in vLLM, or SGLang's format with ids. The answers have the "
         "same format. Fields that are not named here are ignored.",
         body=DecisionsBody,
-        response=bodies.Decisions,
+        response=Decisions,
         errors=GENERATES,
         takes_deadlines=True,
     ),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import trio
 from msgspec import UNSET
 
-from trioserve.api.embeddings.embeddings import (
+from trioserve.api.openai.embeddings import (
     PoolingBody,
     PoolingUsage,
     RankedDocument,
