@@ -393,12 +393,18 @@ def decode_mask(visible_from: Tensor, visible_to: Tensor, width: int, dtype: tor
 
 
 def prompt_mask(
-    query_offset: int, query_count: int, context: int, window: int | None, dtype: torch.dtype, device: torch.device
+    query_offset: int,
+    query_count: int,
+    context: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Create the mask of consecutive prompt tokens.
 
-    Query i has position query_offset + i. It attends to positions up to its own position. With a window of W, it
-    attends only to the last W of these positions.
+    Query i has position query_offset + i. It attends to positions up to its own position, or before ends[i]. With a
+    window of W, it does not attend to positions that are W or more before its own.
 
     Args:
         query_offset: position of the first query.
@@ -407,13 +413,14 @@ def prompt_mask(
         window: W, or None.
         dtype: dtype of the mask.
         device: device of the mask.
+        ends: int64 [query_count], position after the last one that each query attends to. None: its own position.
 
     Returns:
         [query_count, context]: 0 for visible positions, minus infinity for others.
     """
     query = torch.arange(query_offset, query_offset + query_count, device=device)[:, None]
     position = torch.arange(context, device=device)
-    hidden = position > query
+    hidden = position > query if ends is None else position >= ends[:, None]
     if window is not None:
         hidden |= position <= query - window
     return _additive(hidden, dtype)

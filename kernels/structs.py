@@ -284,6 +284,7 @@ class StepStruct(ctypes.Structure):
         ("given_values", _pointer),
         ("given_count", _int),
         ("positions", _pointer),
+        ("row_ends", _pointer),
     )
 
 

@@ -51,6 +51,9 @@ struct HeadRows {
 struct Chunk {
     int64_t first_row, count, start;
     const int32_t* table;
+    const int32_t* ends = nullptr;  // [count], position after the last token that a row sees. Null: its own token.
+
+    int64_t end_of(int64_t position) const { return ends == nullptr ? position + 1 : ends[position - start]; }
 };
 
 constexpr int PIECE_TOKENS_MIN = 32;

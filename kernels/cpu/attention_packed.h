@@ -536,9 +536,9 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
         shape, count, [&](int64_t row) { return query + row * shape.query_stride(); },
         [&](int64_t row) {
             const int64_t position = first + row / group;
-            return Seen{first_seen(position, window), position + 1};
+            return Seen{first_seen(position, window), chunk.end_of(position)};
         });
-    meet_parts(shape, chunk, piece.kv_head, count, first_seen(first, window), last + 1, pages, scratch,
+    meet_parts(shape, chunk, piece.kv_head, count, first_seen(first, window), chunk.end_of(last), pages, scratch,
                [&](int64_t part, const PackedScratch<T>& of_part, bool is_first) {
                    const int64_t from = part * PART_TOKENS, to = from + PART_TOKENS;
                    if (is_first)

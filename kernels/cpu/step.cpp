@@ -458,7 +458,8 @@ void Engine::plan_rows(const Model& model, const Step& step) {
         given_of_row_[step.given_rows[given]] = step.given_values + given * model.hidden_size;
     for (int32_t index = 0; index < step.chunk_count; index++) {
         chunks_.push_back({int64_t(chunk_of_row_.size()), step.chunk_counts[index], step.chunk_starts[index],
-                           step.tables + step.table_firsts[index]});
+                           step.tables + step.table_firsts[index],
+                           step.row_ends == nullptr ? nullptr : step.row_ends + chunk_of_row_.size()});
         chunk_of_row_.insert(chunk_of_row_.end(), step.chunk_counts[index], index);
     }
     slot_of_row_.resize(rows_);
@@ -562,7 +563,7 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, const Reach& r
             for (int64_t token = 0; token < chunk.count; token++) {
                 const int64_t position = chunk.start + token;
                 // Pages before a window may already belong to another sequence, so they are not shared.
-                const int64_t pages_seen = first_seen(position, window) > 0 ? 0 : (position + 1) / shape.page_tokens;
+                const int64_t pages_seen = first_seen(position, window) > 0 ? 0 : chunk.end_of(position) / shape.page_tokens;
                 decodes.push_back({chunk.table, pages_seen, 0, int32_t(chunk.first_row + token), int32_t(index)});
             }
             continue;
@@ -587,7 +588,7 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, const Reach& r
     const auto own_tokens = [&](const DecodeRow& decode) {
         const Chunk& chunk = plan.chunks[decode.chunk];
         const int64_t position = chunk.start + decode.row - chunk.first_row;
-        return Seen{std::max(decode.shared_tokens, first_seen(position, window)), position + 1};
+        return Seen{std::max(decode.shared_tokens, first_seen(position, window)), chunk.end_of(position)};
     };
     int64_t direct_tokens = 0;
     for (const DecodeRow& decode : decodes) direct_tokens += own_tokens(decode).end - own_tokens(decode).begin;

@@ -224,6 +224,7 @@ struct Step {
     const float* given_values;     // [given, hidden_size]
     int32_t given_count;
     const int32_t* positions;      // [rows][3], positions that rotate queries and keys. Null: the index in the sequence.
+    const int32_t* row_ends;       // [rows], position after the last token that a row sees, never decreasing in a chunk, or null
 };
 
 class Engine;

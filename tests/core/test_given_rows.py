@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from trioserve.contracts.block_hash import root_hash, with_material
+from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.images import GivenRows, rows_material
 from trioserve.contracts.kv_transfer import KVConnector
@@ -26,8 +27,9 @@ from trioserve.testing.invariants import check_core, check_idle
 IMAGE_TOKEN = 200
 
 
-def rows(start: int, count: int, image: int) -> GivenRows:
-    return GivenRows(start, count, bytes([image] * 16), array("f", [image + 0.5] * count).tobytes())
+def rows(start: int, count: int, image: int, *, is_bidirectional: bool = False) -> GivenRows:
+    values = array("f", [image + 0.5] * count).tobytes()
+    return GivenRows(start, count, bytes([image] * 16), values, is_bidirectional=is_bidirectional)
 
 
 def request(name: str, tokens: list[int], given: tuple[GivenRows, ...], output: int = 6) -> EngineRequest:
@@ -42,13 +44,13 @@ def request(name: str, tokens: list[int], given: tuple[GivenRows, ...], output: 
     )
 
 
-def drawn(rng: random.Random, name: str) -> EngineRequest:
+def drawn(rng: random.Random, name: str, *, is_bidirectional: bool = False) -> EngineRequest:
     """Return a request with one of a few texts, and one of a few images at one of a few positions."""
     tokens = [rng.randrange(2)] * rng.choice((3, 8, 9))
     given: list[GivenRows] = []
     for _ in range(rng.randrange(3)):
         count = rng.choice((4, 7))
-        given.append(rows(len(tokens), count, rng.randrange(2)))
+        given.append(rows(len(tokens), count, rng.randrange(2), is_bidirectional=is_bidirectional))
         tokens += [IMAGE_TOKEN] * count + [5] * rng.choice((1, 4))
     return request(name, tokens, tuple(given))
 
@@ -67,7 +69,7 @@ def alone(model: FakeModel, asked: EngineRequest) -> list[int]:
     return tokens
 
 
-def play(seed: int, count: int = 25) -> int:
+def play(seed: int, count: int = 25, *, is_bidirectional: bool = False) -> int:
     """Run `count` random requests. Return how many prompt tokens were found in the cache."""
     rng = random.Random(seed)
     settings = CoreSettings(
@@ -75,7 +77,7 @@ def play(seed: int, count: int = 25) -> int:
         block_size=4,
         context_tokens_max=60,
         max_num_seqs=4,
-        step_tokens_max=rng.choice((5, 16)),
+        step_tokens_max=rng.choice((5, 16)) + 5 * is_bidirectional,
     )
     model = FakeModel()
     core = EngineCore(settings, hash_block=poor_hash if rng.random() < 0.5 else prefix_cache.hash_block)
@@ -86,7 +88,7 @@ def play(seed: int, count: int = 25) -> int:
     while len(asked) < count or list(core.live_requests()):
         if len(asked) < count and rng.random() < 0.5:
             name = f"r{len(asked)}"
-            asked[name], said[name] = drawn(rng, name), []
+            asked[name], said[name] = drawn(rng, name, is_bidirectional=is_bidirectional), []
             core.add(asked[name])
         plan = core.schedule(0.0)
         if asked and rng.random() < 0.1:
@@ -112,6 +114,19 @@ def play(seed: int, count: int = 25) -> int:
 @pytest.mark.parametrize("seed", range(25))
 def test_random_histories_with_images_give_the_right_responses(seed: int) -> None:
     play(seed)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_chunk_ends_inside_an_image_whose_tokens_attend_to_each_other(seed: int) -> None:
+    play(seed, is_bidirectional=True)  # The executor checks the chunks.
+
+
+def test_image_that_fits_no_step_is_refused() -> None:
+    settings = CoreSettings(block_count=32, block_size=4, context_tokens_max=64, max_num_seqs=4, step_tokens_max=9)
+    core = EngineCore(settings)
+    core.add(request("a", [IMAGE_TOKEN] * 7, (rows(0, 6, 1, is_bidirectional=True),)))
+    with pytest.raises(InvalidRequest, match=r"7 tokens that must be computed in one step, .* at most 6 tokens"):
+        core.add(request("b", [IMAGE_TOKEN] * 8, (rows(0, 7, 1, is_bidirectional=True),)))
 
 
 def test_random_histories_hit_the_cache() -> None:

@@ -76,6 +76,25 @@ async def test_response_about_an_image_equals_that_of_transformers(
         assert_all_free(engine)
 
 
+async def test_cached_blocks_that_end_inside_an_image_give_the_same_response(
+    cpu_kernels: str, tiny_vision: ModuleType, tmp_path: Path
+) -> None:
+    tiny_vision.write_checkpoint(tmp_path, "gemma3")
+    file = tiny_vision.image_file(60, 33)
+    expected = expected_tokens(tmp_path, tiny_vision.processor("gemma3"), file, 8)
+    async with open_engine(
+        str(tmp_path), dtype="float32", cpu_kernels=cpu_kernels, max_num_seqs=4, max_num_batched_tokens=32, block_size=8
+    ) as engine:
+        for text in ("What is it?", "Why?", "What is it?"):
+            tokens: list[int] = []
+            async with engine.generate(chat(file, text=text), GREEDY) as stream:
+                async for delta in stream:
+                    tokens += delta.token_ids
+        assert tokens == expected
+        assert stream.cached_token_count > 0
+        assert_all_free(engine)
+
+
 async def test_texts_continue_while_an_image_is_encoded(seeing: Path, tiny_vision: ModuleType) -> None:
     async with open_engine(str(seeing), dtype="float32", limit_mm_per_prompt={"image": 4}) as engine:
         between = 0
@@ -148,3 +167,29 @@ def test_error_names_the_missing_tensor_of_an_image_encoder(name: str, seeing: P
     save_file({key: value for key, value in tensors.items() if not key.endswith(name)}, copy / "model.safetensors")
     with pytest.raises(ModelLoadError, match=name):
         open_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    "file, place, value, message",
+    [
+        ("config.json", ("mm_tokens_per_image",), 17, "a square number"),
+        ("config.json", ("mm_tokens_per_image",), 9, "no multiple of the 3 rows"),
+        ("config.json", ("text_config", "sliding_window"), 8, "more than the sliding_window"),
+        ("processor_config.json", ("image_processor", "do_pan_and_scan"), True, "do_pan_and_scan"),
+        ("processor_config.json", ("image_processor", "size", "height"), 64, "the image_size of the vision_config"),
+    ],
+)
+def test_unsupported_images_of_gemma_3_are_refused_by_name(
+    file: str, place: tuple[str, ...], value: object, message: str, tiny_vision: ModuleType, tmp_path: Path
+) -> None:
+    import json
+
+    tiny_vision.write_checkpoint(tmp_path, "gemma3")
+    open_checkpoint(tmp_path)
+    content = inner = json.loads((tmp_path / file).read_text())
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=message):
+        open_checkpoint(tmp_path)

@@ -1,7 +1,7 @@
 """Tiny random checkpoints that read images, as transformers saves them, with tokenizer, chat template and image
 processor, and small images.
 
-A tile is 32 pixels wide and high, and becomes 16 rows of the model.
+A tile is 32 pixels wide and high, and becomes 16 rows of the model, or 64 in models that do not combine patches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 __all__ = ["IMAGE_TOKEN", "KINDS", "TILE_TOKENS", "VOCAB_SIZE", "image_file", "processor", "write_checkpoint"]
 
-KINDS = ("idefics3", "smolvlm")
+KINDS = ("idefics3", "smolvlm", "gemma3")
 VOCAB_SIZE = 320
 IMAGE_TOKEN = "<image>"
 TILE_TOKENS = 16
@@ -25,9 +25,13 @@ _SPECIAL = (
     IMAGE_TOKEN,
     "<fake_token_around_image>",
     "<global-img>",
+    "<start_of_image>",
+    "<image_soft_token>",
+    "<end_of_image>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 )
-IMAGE_TOKEN_ID = _SPECIAL.index(IMAGE_TOKEN)
+_SIGNS = {"gemma3": "<start_of_image>"}  # of images in chat templates. Others have IMAGE_TOKEN.
+_ROW_TOKENS = {"gemma3": "<image_soft_token>"}
 END_TOKEN_ID = _SPECIAL.index("<end_of_utterance>")
 CHAT_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
@@ -49,6 +53,14 @@ _TEXTS: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": END_TOKEN_ID,
     "pad_token_id": 0,
+}
+_TEXTS_OF: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 _EYES: dict[str, Any] = {
     "hidden_size": 32,
@@ -72,21 +84,35 @@ def write_checkpoint(
     import torch
     import transformers
 
+    fields: dict[str, Any] = {
+        "idefics3": {"scale_factor": 2},
+        "smolvlm": {"scale_factor": 2},
+        "gemma3": {
+            "mm_tokens_per_image": TILE_TOKENS,
+            "boi_token_index": _SPECIAL.index("<start_of_image>"),
+            "eoi_token_index": _SPECIAL.index("<end_of_image>"),
+        },
+    }[kind]
+    row_token = _SPECIAL.index(_ROW_TOKENS.get(kind, IMAGE_TOKEN))
     config = transformers.AutoConfig.for_model(
         kind,
-        text_config=_TEXTS,
+        text_config={**_TEXTS, **_TEXTS_OF.get(kind, {})},
         vision_config={**_EYES, "image_size": image_size},
-        image_token_id=IMAGE_TOKEN_ID,
-        scale_factor=2,
+        **{"image_token_id" if kind in ("idefics3", "smolvlm") else "image_token_index": row_token},
         tie_word_embeddings=False,
         pad_token_id=0,
+        **fields,
     )
     model = transformers.AutoModelForImageTextToText.from_config(config)
     generator = torch.Generator().manual_seed(20_260_101)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Weights of the image part are large, so that a forgotten image shows up.
-            parameter.normal_(0.0, 0.3 if "vision" in name or "connector" in name else 0.1, generator=generator)
+            parameter.normal_(
+                0.0,
+                0.3 if any(part in name for part in ("vision", "connector", "projector")) else 0.1,
+                generator=generator,
+            )
             if "norm" in name:
                 parameter.add_(1.0)
     model.to(getattr(torch, dtype))
@@ -98,18 +124,35 @@ def write_checkpoint(
 def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = True) -> Any:
     """Return transformers' processor."""
     from transformers import PreTrainedTokenizerFast
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+    named = {}
+    if kind == "gemma3":
+        named = {
+            "boi_token": "<start_of_image>",
+            "image_token": "<image_soft_token>",
+            "eoi_token": "<end_of_image>",
+        }
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(), unk_token="<unk>", eos_token="<end_of_utterance>", pad_token="<unk>"
+        tokenizer_object=_tokenizer(),
+        unk_token="<unk>",
+        eos_token="<end_of_utterance>",
+        pad_token="<unk>",
+        extra_special_tokens=named,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    template = CHAT_TEMPLATE.replace(IMAGE_TOKEN, _SIGNS.get(kind, IMAGE_TOKEN))
+    tokenizer.chat_template = template
+    if kind == "gemma3":
+        square = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+        return Gemma3Processor(square, tokenizer, chat_template=template, image_seq_length=TILE_TOKENS)
     images = {"idefics3": Idefics3ImageProcessorPil, "smolvlm": SmolVLMImageProcessorPil}[kind](
         size={"longest_edge": longest_edge}, max_image_size={"longest_edge": 32}, do_image_splitting=splits
     )
-    return Idefics3Processor(images, tokenizer, image_seq_len=TILE_TOKENS, chat_template=CHAT_TEMPLATE)
+    return Idefics3Processor(images, tokenizer, image_seq_len=TILE_TOKENS, chat_template=template)
 
 
 def image_file(width: int = 50, height: int = 40, *, seed: int = 0, format: str = "PNG", mode: str = "RGB") -> bytes:

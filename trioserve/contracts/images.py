@@ -25,6 +25,8 @@ class GivenRows(msgspec.Struct, frozen=True):
             request uses it.
         grid: Rows and columns of the image's tokens, for a model with positions in a grid (see RotaryConfig.axes).
             Their product is count. None: the tokens have positions like tokens of a text.
+        is_bidirectional: True if these positions also attend to each other's later positions. A step that computes one
+            of them then computes all later ones, too.
     """
 
     start: int
@@ -32,6 +34,7 @@ class GivenRows(msgspec.Struct, frozen=True):
     content: bytes
     values: object
     grid: tuple[int, int] | None = None
+    is_bidirectional: bool = False
 
     @property
     def end(self) -> int:

@@ -139,6 +139,12 @@ class EngineCore:
                 f"priority is {request.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
             )
         live = LiveRequest(request, self._live.arrivals_total)
+        if live.joint_tokens_max > self.settings.whole_tokens_max:
+            raise InvalidRequest(
+                f"an image has {live.joint_tokens_max} tokens that must be computed in one step, but a step has at "
+                f"most {self.settings.whole_tokens_max} tokens for them: raise max_num_batched_tokens",
+                param="messages",
+            )
         live.session = self.sessions.join(request)
         self.prefetches.note_turn(live)
         self._live.add(live)

@@ -139,6 +139,8 @@ class LiveRequest(RequestLife[EngineRequest]):
         "guide",
         "is_pooling",
         "is_whole",
+        "joint_spans",
+        "joint_tokens_max",
         "load_was_tried",
         "loaded_token_count",
         "overtaken_count",
@@ -154,6 +156,9 @@ class LiveRequest(RequestLife[EngineRequest]):
         super().__init__(request, arrival_index)
         self.is_pooling = request.pooling is not None
         self.is_whole = request.pooling is not None and request.pooling.is_whole
+        # Spans of the prompt that must not be cut by the end of a chunk, see GivenRows.is_bidirectional.
+        self.joint_spans = tuple((rows.start, rows.end) for rows in request.given if rows.is_bidirectional)
+        self.joint_tokens_max = max((end - start for start, end in self.joint_spans), default=0)
         self.tokens = [*request.prompt_token_ids, *request.resumed_output]
         self.computed_count = 0
         self.blocks: list[BlockIndex] = []  # The block table. Its first absent_block_count entries are NO_BLOCK.
@@ -207,6 +212,24 @@ class LiveRequest(RequestLife[EngineRequest]):
     @property
     def due_count(self) -> int:
         return len(self.tokens) - self.computed_count
+
+    def chunk_tokens(self, start: int, count: int, budget: int) -> int:
+        """Return the length of a chunk that does not end inside a joint span.
+
+        A span that the chunk would cut is included if the budget allows it. Otherwise the chunk ends before the span.
+
+        Args:
+            start: position of the chunk's first token.
+            count: number of tokens that the chunk would have.
+            budget: largest number of tokens.
+
+        Returns:
+            Number of tokens, at most `budget`. 0 if the rest of a span at `start` exceeds the budget.
+        """
+        for first, end in self.joint_spans:
+            if first < start + count < end:
+                return end - start if end - start <= budget else max(first - start, 0)
+        return count
 
     @property
     def needs_every_row(self) -> bool:

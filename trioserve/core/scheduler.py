@@ -164,6 +164,10 @@ class Scheduler:
                 count = prompts.take(live, count)
                 if count == 0:
                     continue
+            if live.joint_spans:
+                count = live.chunk_tokens(live.computed_count, count, budget)
+                if count == 0:
+                    return 0  # No later prompt gets the tokens, so that a later step has enough of them.
             # This is true for about one of block_size decodes.
             if live.computed_count + count > len(live.blocks) * block_size:
                 budget += self._make_room(live, count, planned, preempted, now)
@@ -206,7 +210,13 @@ class Scheduler:
                 count = prompts.take(live, count)
                 if count == 0:
                     continue
-            end = ends.get(live.request.id, live.computed_count) + count
+            start = ends.get(live.request.id, live.computed_count)
+            if live.joint_spans:
+                count = live.chunk_tokens(start, count, budget)
+                if count == 0:
+                    budget = 0
+                    break
+            end = start + count
             needed += max(0, self._settings.blocks_for(end) - len(live.blocks) - len(live.reserved_blocks))
             budget -= count
             planned[live.request.id] = count
@@ -566,7 +576,7 @@ class Scheduler:
                 break
             if admission.planned and self._stays_deferred(live):
                 continue
-            if live.is_whole and live.due_count > admission.budget:
+            if live.joint_tokens_max > admission.budget or (live.is_whole and live.due_count > admission.budget):
                 break  # Block the queue. A later step has enough tokens, when started prompts have finished.
             if not self._consider(live, admission, now):
                 if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= overtakes_max:
@@ -710,6 +720,8 @@ class Scheduler:
         count = min(live.due_count, admission.budget)
         if count > 1 and not live.is_whole:
             count = max(1, admission.prompts.take(live, count))
+        if live.joint_spans:
+            count = live.chunk_tokens(live.computed_count, count, admission.budget)
         end = live.computed_count + count
         self._extend(live, end)
         if self.states is not None:

@@ -240,12 +240,14 @@ class ImageEncoding(InputEncoding):
         values = self.outputs.values(output_name(image.image.digest, cache_salt))
         assert values is not None, "the claim keeps the encoded image"
         whole = memoryview(values).cast("B")  # type: ignore[arg-type]  # it has a buffer
-        row_bytes = self._processing.row_bytes
+        row_bytes, is_bidirectional = self._processing.row_bytes, self._processing.is_bidirectional
         rows, first = [], 0
         for run, (start, count) in enumerate(image.runs):
             part = whole[first * row_bytes : (first + count) * row_bytes]
             first += count
-            rows.append(GivenRows(start, count, _name_of_run(image.image.digest, run), part, image.image.plan.grid))
+            name = _name_of_run(image.image.digest, run)
+            grid = image.image.plan.grid
+            rows.append(GivenRows(start, count, name, part, grid, is_bidirectional=is_bidirectional))
         return rows
 
 

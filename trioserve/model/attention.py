@@ -58,16 +58,17 @@ def attend(
     Returns:
         [T, H * D], or with latents [T, H * latent_dim]. The caller may overwrite it.
     """
+    groups, parts = tensors.decode_groups, tensors.prompt_parts
     if tensors.walk is not None:
         if latent_dim is not None:
             return _walk_latents(kernels, queries, pages, tensors.walk, latent_dim)
-        return _walk(kernels, queries, keys_values, pages, tensors.walk, score_cap, sinks, slopes)
-    groups, parts = tensors.decode_groups, tensors.prompt_parts
-    if len(groups) == 1 and not parts:
+        attended = _walk(kernels, queries, keys_values, pages, tensors.walk, score_cap, sinks, slopes)
+    elif len(groups) == 1 and not parts:
         return kernels.paged_attention_decode(
             queries, pages, groups[0].block_table, groups[0].mask, score_cap, sinks, latent_dim, slopes
         )
-    attended = _attended(queries, pages, latent_dim)
+    else:
+        attended = _attended(queries, pages, latent_dim)
     for group in groups:
         attended[group.first : group.end] = kernels.paged_attention_decode(
             queries[group.first : group.end], pages, group.block_table, group.mask, score_cap, sinks, latent_dim, slopes

@@ -63,7 +63,15 @@ from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.native_collectives import NativeCallbacks
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.step_model import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
-from trioserve.model.step_rows import StepRows, given_rows, needed_rows, normed, pooled_vector, rotary_positions
+from trioserve.model.step_rows import (
+    StepRows,
+    given_rows,
+    needed_rows,
+    normed,
+    pooled_vector,
+    rotary_positions,
+    row_ends,
+)
 from trioserve.model.weights import RowsTarget, Slot
 from trioserve_kernels.native import Engine, Library, address, empty_array, int32_array, start_of
 from trioserve_kernels.structs import (
@@ -386,7 +394,9 @@ class NativeModel:
         else:
             given = StepRows(np.arange(arrays.row_count, dtype=np.int32), begun)
         positions = None if self._axes is None else _grid_positions(chunks)
+        ends = _row_ends(chunks)
         step = StepStruct(
+            row_ends=None if ends is None else address(ends),
             row_count=arrays.row_count,
             given_count=0 if given is None else len(given.rows),
             given_rows=None if given is None else address(given.rows),
@@ -514,6 +524,15 @@ def _grid_positions(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int32] |
         return None
     by_row = [np.broadcast_to(own, (3, own.shape[-1])) for own in map(rotary_positions, chunks)]
     return np.ascontiguousarray(np.concatenate(by_row, axis=1).T, dtype=np.int32)
+
+
+def _row_ends(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int32] | None:
+    """Return the position after the last token that each row of a step attends to. None if that is its own token."""
+    ends = [row_ends(chunk) for chunk in chunks]
+    if all(of_chunk is None for of_chunk in ends):
+        return None
+    own = (np.arange(chunk.start + 1, chunk.start + chunk.row_count + 1, dtype=np.int32) for chunk in chunks)
+    return np.concatenate([found if found is not None else causal for found, causal in zip(ends, own, strict=True)])
 
 
 def _tapped(tapped: Float32Array, first_rows: Sequence[int], chunks: Sequence[ScheduledChunk]) -> list[Float32Array]:

@@ -23,6 +23,7 @@ __all__ = [
     "StepRows",
     "given_rows",
     "rotary_positions",
+    "row_ends",
     "FilledMasks",
     "MaskArray",
     "MaskedRows",
@@ -106,6 +107,28 @@ def rotary_positions(chunk: ScheduledChunk) -> npt.NDArray[np.int64]:
     for rows, own in inside:
         positions[:, rows] = own
     return positions
+
+
+def row_ends(chunk: ScheduledChunk) -> npt.NDArray[np.int32] | None:
+    """Return the position after the last token that each row of a chunk attends to.
+
+    Args:
+        chunk: a chunk that contains every later row of a bidirectional span of which it contains a row.
+
+    Returns:
+        int32 [row_count], never decreasing. None if each row attends up to its own token.
+    """
+    end = chunk.start + chunk.row_count
+    joint = [
+        rows for rows in chunk.request.given if rows.is_bidirectional and rows.start < end and rows.end > chunk.start
+    ]
+    if not joint:
+        return None
+    ends = np.arange(chunk.start + 1, end + 1, dtype=np.int32)
+    for rows in joint:
+        assert rows.end <= end, f"{chunk.request.id}: a chunk ends inside an image"
+        ends[max(rows.start - chunk.start, 0) : rows.end - chunk.start] = rows.end
+    return ends
 
 
 MaskArray = npt.NDArray[np.uint32]  # shape [rows, words per row]

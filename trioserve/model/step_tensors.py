@@ -19,7 +19,7 @@ from torch import Tensor
 from trioserve.contracts.step import ScheduledChunk, StateSpan
 from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
 from trioserve.model.model_config import CrossAttention, ModelConfig
-from trioserve.model.step_rows import given_rows, rotary_positions
+from trioserve.model.step_rows import given_rows, rotary_positions, row_ends
 from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import Sending
 from trioserve_kernels.flash_prompts import FlashPrompts
@@ -136,11 +136,20 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Consecutive tokens of one sequence. Positions count from the first block of the sequence's block table."""
+    """Consecutive tokens of one sequence. Positions count from the first block of the sequence's block table.
+
+    Attributes:
+        ends: position after the last token that each row attends to. None: each row attends up to its own token.
+    """
 
     start: int
     row_count: int
     block_table: Sequence[int]
+    ends: Int32Array | None = None
+
+    def end_of(self, position: int) -> int:
+        """Return the position after the last token that a row attends to."""
+        return position + 1 if self.ends is None else int(self.ends[position - self.start])
 
     def in_sections(self, section: int, block_size: int) -> Iterator[_Span]:
         """Split the span by sections. In each result, positions count from the first block of its section."""
@@ -261,13 +270,13 @@ class AttentionTensors:
     """Tensors that define which tokens each row of a step attends to, for one window.
 
     Attributes:
-        walk: tables for kernels that read block tables directly, or None. With a walk, decode_groups and prompt_parts
-            are empty.
+        walk: tables for kernels that read block tables directly, or None. With a walk, decode_groups is empty, and
+            prompt_parts has only the chunks of a step whose rows attend to later rows.
     """
 
     decode_groups: tuple[DecodeGroup, ...]
     prompt_parts: tuple[PromptPart, ...]
-    walk: TableWalk | None = None  # If set, the other two fields are empty.
+    walk: TableWalk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +411,9 @@ def _decoder_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending
     if any(own.ndim == 2 for own in positions):
         positions = [np.broadcast_to(own, (3, own.shape[-1])) for own in positions]
     after_last = np.concatenate(cleared)
-    spans = [_Span(chunks[at].start, chunks[at].row_count, chunks[at].block_table) for at in order]
+    spans = [
+        _Span(chunks[at].start, chunks[at].row_count, chunks[at].block_table, row_ends(chunks[at])) for at in order
+    ]
     count = sum(span.row_count == 1 for span in spans)
     # A row in a section attends to the same tokens as in a sequence that begins with the section.
     parts = {
@@ -597,14 +608,16 @@ def _walks(
     walks: dict[AttentionKind, AttentionTensors] = {}
     decode_tables: DecodeTables | None = None
     chunk_tables: ChunkTables | None = None
+    needs_masks = any(chunk.ends is not None for chunk in chunks)  # The kernels for block tables have no masks.
     for heads in dict.fromkeys(heads for _, heads in kinds):
         windows = [window for window, others in kinds if others == heads]
         if decodes:
             decode_tables = _decode_tables(decodes, windows, shape, heads, sending, decode_tables)
-        if chunks:
+        if chunks and not needs_masks:
             chunk_tables = _chunk_tables(chunks, shape, heads, sending, chunk_tables)
         for window in windows:
-            walks[window, heads] = AttentionTensors((), (), TableWalk(window, decode_tables, chunk_tables))
+            parts = _prompt_parts(chunks, decode_count, shape, window) if needs_masks else ()
+            walks[window, heads] = AttentionTensors((), parts, TableWalk(window, decode_tables, chunk_tables))
     return walks
 
 
@@ -687,18 +700,24 @@ def _attention_tensors(
     Args:
         spans: spans in the order of their rows, decodes first.
     """
-    groups, parts = [], []
+    groups = []
     row = 0
     for group in _decode_groups(spans[:decode_count], shape, window):
         groups.append(_decode_group(group, row, shape, window))
         row += len(group)
-    for chunk in spans[decode_count:]:
+    return AttentionTensors(tuple(groups), _prompt_parts(spans[decode_count:], row, shape, window))
+
+
+def _prompt_parts(chunks: Sequence[_Span], row: int, shape: StepShape, window: int | None) -> tuple[PromptPart, ...]:
+    """Divide chunks whose first row is `row` into pieces."""
+    parts = []
+    for chunk in chunks:
         end = chunk.start + chunk.row_count
         for start in range(chunk.start, end, PART_ROWS_MAX[shape.device.type]):
             part_end = min(start + PART_ROWS_MAX[shape.device.type], end)
             parts.append(_prompt_part(chunk, start, part_end, row, shape, window))
             row += part_end - start
-    return AttentionTensors(tuple(groups), tuple(parts))
+    return tuple(parts)
 
 
 def _decode_groups(decodes: Sequence[_Span], shape: StepShape, window: int | None) -> list[list[_Span]]:
@@ -741,13 +760,17 @@ def _decode_group(group: Sequence[_Span], row: int, shape: StepShape, window: in
 
 def _prompt_part(chunk: _Span, start: int, end: int, row: int, shape: StepShape, window: int | None) -> PromptPart:
     sees_all = window is None or end <= window
-    if start == 0 and sees_all:
+    if start == 0 and sees_all and chunk.ends is None:
         return PromptPart(row, row + end, None, end, None)
     first_block = _first_seen(start, window) // shape.block_size
     base = first_block * shape.block_size
-    blocks = _block_array(chunk, first_block)[: (end - 1) // shape.block_size + 1 - first_block]
-    mask = prompt_mask(start - base, end - start, end - base, window, shape.dtype, shape.device)
-    return PromptPart(row, row + end - start, _tensor(blocks, shape.device), end - base, mask)
+    seen_end, ends = chunk.end_of(end - 1), None
+    if chunk.ends is not None:
+        own = chunk.ends[start - chunk.start : end - chunk.start]
+        ends = _tensor(own.astype(np.int64) - base, shape.device)
+    blocks = _block_array(chunk, first_block)[: (seen_end - 1) // shape.block_size + 1 - first_block]
+    mask = prompt_mask(start - base, end - start, seen_end - base, window, shape.dtype, shape.device, ends)
+    return PromptPart(row, row + end - start, _tensor(blocks, shape.device), seen_end - base, mask)
 
 
 def _first_seen(position: int, window: int | None) -> int:

@@ -48,6 +48,7 @@ class WireGiven(msgspec.Struct, frozen=True, array_like=True):
     sent_first: int
     sent_count: int
     values: bytes
+    is_bidirectional: bool
 
 
 class WireChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -162,7 +163,9 @@ def _given_to_wire(given: Sequence[GivenRows], start: int, end: int) -> Iterator
             own = values[(first - rows.start) * row_bytes : (last - rows.start) * row_bytes].tobytes()
         elif rows.grid is None or rows.start >= end:
             continue
-        yield WireGiven(rows.start, rows.count, rows.content, rows.grid, first, max(last - first, 0), own)
+        yield WireGiven(
+            rows.start, rows.count, rows.content, rows.grid, first, max(last - first, 0), own, rows.is_bidirectional
+        )
 
 
 def _given_from_wire(wire: WireGiven) -> GivenRows:
@@ -173,7 +176,7 @@ def _given_from_wire(wire: WireGiven) -> GivenRows:
         values = bytearray(wire.count * row_bytes)
         begin = (wire.sent_first - wire.start) * row_bytes
         values[begin : begin + len(wire.values)] = wire.values
-    return GivenRows(wire.start, wire.count, wire.content, values, wire.grid)
+    return GivenRows(wire.start, wire.count, wire.content, values, wire.grid, wire.is_bidirectional)
 
 
 def plan_from_wire(wire: WirePlan, masks: TokenMasks | None) -> StepPlan:

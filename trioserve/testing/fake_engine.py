@@ -10,6 +10,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
+import msgspec
 import trio
 
 from trioserve.admission.text_threads import TextThreads
@@ -96,13 +97,16 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
             tokenizer = byte_tokenizer(IMAGE_CHAT_TEMPLATE, has_images=True) if sees_images else byte_tokenizer()
         self._look_into(parts)
         core = self.core
+        # The steps of some simulations are too small for a tile.
+        is_bidirectional = core.settings.whole_tokens_max >= FAKE_IMAGES.tile_tokens
+        images = msgspec.structs.replace(FAKE_IMAGES, is_bidirectional=is_bidirectional)
         super().__init__(
             model=ModelDescription(
                 served_names=served_names,
                 source="fake",
                 context_tokens_max=core.settings.context_tokens_max,
                 vocab_size=BYTE_VOCAB_SIZE + sees_images,
-                images=FAKE_IMAGES if sees_images else None,
+                images=images if sees_images else None,
                 eos_token_ids=(END_TOKEN_ID,),
                 created_at=0,
                 fingerprint="fake+exact",

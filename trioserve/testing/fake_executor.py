@@ -472,6 +472,9 @@ class FakeExecutor:
             assert 0 <= chunk.start < end <= len(chunk.tokens), f"{name}: {chunk.start} to {end} of {len(chunk.tokens)}"
             known = chunk.request.known_token_ids
             assert tuple(chunk.tokens[: len(known)]) == known, f"{name}: its known tokens have changed"
+            for image in chunk.request.given:
+                is_cut = image.is_bidirectional and image.start < end < image.end
+                assert not is_cut, f"{name}: a chunk ends at {end}, inside the image at {image.start} to {image.end}"
             assert chunk.mask_row is None or chunk.samples, f"{name} has a mask but samples nothing"
             pooling = chunk.request.pooling
             samples = pooling is None and end == len(chunk.tokens)

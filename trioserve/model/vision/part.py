@@ -17,6 +17,7 @@ from trioserve.model.loading.names import Shape, TensorPlace
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.vision.family import VisionConfig
+from trioserve.model.vision.gemma3 import read_gemma3
 from trioserve.model.vision.idefics3 import read_idefics3
 from trioserve.model.vision.qwen_vl import read_qwen2_5_vl
 from trioserve.vision.families.registry import ImageProcessing
@@ -25,6 +26,7 @@ __all__ = ["IMAGE_FAMILIES", "VisionPart"]
 
 _Read: TypeAlias = Callable[[Path, Fields, ModelConfig], tuple[VisionConfig, ImageProcessing]]
 IMAGE_FAMILIES: dict[str, _Read] = {
+    "Gemma3ForConditionalGeneration": read_gemma3,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
     "SmolVLMForConditionalGeneration": read_idefics3,

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trioserve.model.vision.family import VisionConfig
+from trioserve.model.vision.gemma3 import Gemma3Config
 from trioserve.model.vision.idefics3 import Idefics3Config
 from trioserve.model.vision.qwen_tower import QwenTower
 from trioserve.model.vision.qwen_vl import QwenVLConfig
@@ -58,4 +60,27 @@ def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
     return (buckets[:, None] * trained + buckets[None, :]).flatten()
 
 
-_TOWERS: dict[type[VisionConfig], type[VisionTower]] = {Idefics3Config: Idefics3Tower, QwenVLConfig: QwenTower}
+class Gemma3Tower(VisionTower):
+    """SigLIP, then average pooling, RMSNorm and a projection."""
+
+    def __init__(self, config: Gemma3Config, processing: FamilyProcessing, **place: Any) -> None:
+        super().__init__(config, processing, **place)
+        self._config = config
+        self._vit = Vit(self, config.vit)
+        self._norm = self.plain("multi_modal_projector.mm_soft_emb_norm.weight")
+        self._projection = self.plain("multi_modal_projector.mm_input_projection_weight")
+
+    def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
+        hidden = yield from self._vit.encode(tile)
+        side = self._config.vit.positions_per_side
+        squares = hidden.T.reshape(1, -1, side, side)
+        pooled = functional.avg_pool2d(squares, side // self._config.tokens_per_side)[0].flatten(1).T.float()
+        normed = functional.rms_norm(pooled, self._norm.shape, 1.0 + self._norm.float(), self._config.vit.norm_eps)
+        return normed.to(self.torch_dtype) @ self._projection
+
+
+_TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
+    Gemma3Config: Gemma3Tower,
+    Idefics3Config: Idefics3Tower,
+    QwenVLConfig: QwenTower,
+}

@@ -32,6 +32,7 @@ class FamilyProcessing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         rescale_factor: factor in the formula of `mean`.
         embedding_size: numbers in one embedding row.
         image_token_id: placeholder token that stands in the prompt once for each row.
+        is_bidirectional: True if the rows of one run attend to each other in the language model.
     """
 
     resample: int
@@ -40,6 +41,7 @@ class FamilyProcessing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rescale_factor: float
     embedding_size: int
     image_token_id: int
+    is_bidirectional: bool = False
 
     sign: ClassVar[str] = "<image>"
     """Text that chat templates write in the place of one image."""

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.contracts.images import ImagePlan, Tiles
+from trioserve.vision.families.gemma3 import Gemma3Processing
 from trioserve.vision.families.idefics3 import Idefics3Processing
 from trioserve.vision.families.qwen_vl import QwenVLProcessing
 from trioserve.vision.image_file import pixels_of
 
 __all__ = ["ImageProcessing", "tiles_from", "tiles_of"]
 
-ImageProcessing: TypeAlias = Idefics3Processing | QwenVLProcessing
+ImageProcessing: TypeAlias = Gemma3Processing | Idefics3Processing | QwenVLProcessing
 
 
 def tiles_of(content: bytes, processing: ImageProcessing, place: str) -> npt.NDArray[np.uint8]:
