@@ -9,12 +9,14 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from trioserve.admission.model_runs import ModelRuns
+from trioserve.api.limits import BatchSettings
 from trioserve.assemble_engines import memory_budget, model_spec
 from trioserve.commands.child_processes import (
     PARENT_SOCKET,
@@ -23,6 +25,7 @@ from trioserve.commands.child_processes import (
     relay_progress,
     start_child,
 )
+from trioserve.commands.serving import optional_path
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.options.engine import EngineOptions, ImageOptions
@@ -30,6 +33,7 @@ from trioserve.options.hosting import KV_CACHE_GIB, HostedModelOptions
 from trioserve.options.option import ENVIRONMENT_PREFIX, checked, options_of
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.router.settings import HostedModelsSettings
+from trioserve.store.store import Store, open_store
 
 __all__ = ["Hosting", "ModelProcesses", "hosted_models"]
 
@@ -100,6 +104,15 @@ class Hosting:
     def aliases(self) -> dict[str, str]:
         """Names of models by their further names."""
         return {alias: model.name for model in self._models for alias in model.aliases}
+
+    @property
+    def batch_settings(self) -> BatchSettings:
+        """Limits of batches."""
+        return self._config.batch_settings()
+
+    def open_store(self) -> AbstractAsyncContextManager[Store]:
+        """Open the store of files and batches, which may use all models."""
+        return open_store(optional_path(self._config.data_dir), self._config.store_settings())
 
     def runs(self) -> ModelRuns[EndpointSpec]:
         """Create the runs of the models. Models that have to be preloaded are loaded once they run.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,8 +56,11 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service
 
 if TYPE_CHECKING:
+    from trioserve.api.batches.batches import Batches
+    from trioserve.api.limits import BatchSettings
     from trioserve.commands.hosting import Hosting
     from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.store.store import Store
 
 __all__ = ["InheritedPlace", "Routing", "checked_routing", "run_router", "serve_router"]
 
@@ -146,8 +149,13 @@ async def serve_router(
     limits = frontend_limits(config)
     routing = checked_routing(config, place, hosting)
     ssl_context = server_tls(config)
-    async with open_tracing(config) as tracing, routing.naming(config.tokenizer) as naming:
-        app = routing.app(naming=naming, tracer=tracing.tracer)
+    async with (
+        open_tracing(config) as tracing,
+        routing.naming(config.tokenizer) as naming,
+        nullcontext() if hosting is None else hosting.open_store() as store,
+    ):
+        batch_settings = None if hosting is None else hosting.batch_settings
+        app = routing.app(naming=naming, tracer=tracing.tracer, store=store, batch_settings=batch_settings)
         tracing.show(routing.metrics)
         show_dropped_lines(routing.metrics)
         async with (
@@ -164,16 +172,33 @@ async def serve_router(
                 routing.metrics,
                 config,
             )
-            service = Service(routing.dispatch, front_end, config.stopping_settings())
+            work = _RouterWork(routing.dispatch, app.batches)
+            service = Service(work, front_end, config.stopping_settings(), wait_for_rest=app.batches.wait_until_idle)
             with errors_unwrapped():
                 async with (
                     _open_door(app, inherited),
                     routing.running(),
+                    app.batches.running(),
                     app.page.running(),
                     trio.open_nursery() as nursery,
                 ):
                     await nursery.start(service.run, orders)
                     on_serving(urls)
+
+
+class _RouterWork:
+    """The work of a router: requests, and batches that continue after their requests."""
+
+    def __init__(self, dispatch: Dispatch, batches: Batches) -> None:
+        self._dispatch = dispatch
+        self._batches = batches
+
+    def drain(self) -> None:
+        self._batches.drain()
+        self._dispatch.drain()
+
+    def abort_all(self, message: str) -> None:
+        self._dispatch.abort_all(message)
 
 
 @asynccontextmanager
@@ -312,6 +337,8 @@ class Routing:
         naming: PromptBlocks | None = None,
         more_metrics: Callable[[], bytes] = bytes,
         tracer: Tracer = NO_TRACER,
+        store: Store | None = None,
+        batch_settings: BatchSettings | None = None,
     ) -> RouterApp:
         """Create the router's HTTP app.
 
@@ -319,6 +346,8 @@ class Routing:
             naming: hashes the KV blocks of prompts. None: the policy needs no hashes. See the method `naming`.
             more_metrics: returns metrics text that follows the router's own metrics.
             tracer: records spans of requests.
+            store: keeps files and batches. None: an endpoint keeps them.
+            batch_settings: limits of batches, if there is a store.
         """
         config = self._config
         return RouterApp(
@@ -342,6 +371,8 @@ class Routing:
             processes=self._processes,
             notices=self._notices,
             models=self.models,
+            store=store,
+            batch_settings=batch_settings,
             connections=config.connection_settings(),
             page=page_settings(config),
             tracer=tracer,

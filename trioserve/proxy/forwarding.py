@@ -229,7 +229,11 @@ def _for_caller(context: RouterContext, raw: bytes, body: RoutedBody) -> tuple[b
     if context.exchange.path not in HAS_NO_BLOCKS:
         salt = context.caller.cache_salt(salt, context.named_tenant)
     fields: dict[str, object] = {} if salt == body.cache_salt else {"cache_salt": salt}
-    return without_transfer_params(raw, body, fields), msgspec.structs.replace(body, cache_salt=salt)
+    priority = body.priority
+    if context.priority_least > (priority or 0):
+        priority = fields["priority"] = context.priority_least
+    body = msgspec.structs.replace(body, cache_salt=salt, priority=priority)
+    return without_transfer_params(raw, body, fields), body
 
 
 async def _with_block_names(context: RouterContext, raw: bytes, request: RoutedRequest) -> RoutedRequest:

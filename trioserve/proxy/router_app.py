@@ -12,10 +12,14 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.admission.dispatch import AdmissionScope
 from trioserve.api.app import BaseApp
-from trioserve.api.caller import AccessRules, ApiKeys
+from trioserve.api.batches.batches import Batches
+from trioserve.api.batches.handlers import BATCH_ENDPOINTS
+from trioserve.api.batches.handlers import OPERATIONS as BATCH_OPERATIONS
+from trioserve.api.caller import AccessRules, ApiKeys, Caller
 from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
+from trioserve.api.files.files import OPERATIONS as FILE_OPERATIONS
 from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
-from trioserve.api.limits import ConnectionSettings
+from trioserve.api.limits import BatchSettings, ConnectionSettings
 from trioserve.api.ollama.models import read_api_version
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.health import Alive, NotReady, Ready, Version, read_tasks
@@ -37,6 +41,7 @@ from trioserve.api.routes import OPERATIONS as ENGINE_OPERATIONS
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.extras import VERSION
+from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.metrics.registry import joined_pages
@@ -60,7 +65,7 @@ from trioserve.proxy.peers.peer_watch import PEER_PATH
 from trioserve.proxy.peers.processes import Answer, OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.response_turn import routed_turns, turn_headers
-from trioserve.proxy.router_context import RouterContext, RouterServices, RoutingRules
+from trioserve.proxy.router_context import RouterContext, RouterServices, RoutingRules, StoredServices
 from trioserve.proxy.router_feed import RouterFeed
 from trioserve.proxy.streams.continuation import LiveStreams
 from trioserve.proxy.unqueued_requests import (
@@ -79,9 +84,11 @@ if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
     from trioserve.proxy.fleet import EndpointSpec, Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.store.store import Store
 
 __all__ = ["OPERATIONS", "RouterApp"]
 
+OF_STORE = frozenset((operation.method, operation.path) for operation in (*FILE_OPERATIONS, *BATCH_OPERATIONS))
 FORMS_MAX = 2  # At most this many large forms are parsed at the same time, each in a thread.
 ENDPOINTS_PATH = "/endpoints"
 ENDPOINT_PATH = "/endpoints/"
@@ -373,12 +380,23 @@ OWN_HANDLERS: dict[tuple[str, str], Handler[RouterContext]] = {
 """Operations of engines that a router answers itself."""
 
 
+def _kept_here(handler: Handler[Any], forwarder: Handler[RouterContext]) -> Handler[RouterContext]:
+    """Make a handler that uses the router's own files and batches if it has a store, and those of an endpoint else."""
+
+    async def handle(context: RouterContext) -> None:
+        await (forwarder if context.services.store is None else handler)(context)
+
+    return handle
+
+
 def _as_in_engines(operations: Iterable[Operation[Any]]) -> Iterator[Operation[RouterContext]]:
     """Yield the engine operations that a router also has, with the router's handlers."""
     for operation in operations:
         own = OWN_HANDLERS.get((operation.method, operation.path))
         if operation.forwarding is not None:
             own = FORWARDERS[operation.forwarding]
+            if (operation.method, operation.path) in OF_STORE:
+                own = _kept_here(operation.handler, own)
         if own is not None:
             yield msgspec.structs.replace(operation, handler=own)
 
@@ -474,6 +492,8 @@ class RouterApp(BaseApp[RouterContext]):
         processes: Other processes of this router. None: there are none.
         notices: Notifies endpoints when a client has left. None: endpoints notice by themselves.
         models: Loads models on demand. None: all models belong to endpoints that run anyway.
+        store: Keeps files and batches. None: an endpoint keeps them.
+        batch_settings: Limits of batches, if there is a store. None: the default limits.
         connections: Limits of websocket connections of the Responses API. None: the default limits.
         page: Settings of the live page.
         tracer: Receives trace spans, see BaseApp.
@@ -482,6 +502,7 @@ class RouterApp(BaseApp[RouterContext]):
     Attributes:
         kept: Stored objects that were created through this router.
         page: Live page.
+        batches: Batches that have not ended. They need the scope `batches.running()`.
     """
 
     def __init__(
@@ -500,6 +521,8 @@ class RouterApp(BaseApp[RouterContext]):
         processes: OneProcess | None = None,
         notices: ClientLeftNotices | None = None,
         models: ModelRuns[EndpointSpec] | None = None,
+        store: Store | None = None,
+        batch_settings: BatchSettings | None = None,
         connections: ConnectionSettings | None = None,
         page: PageSettings | None = None,
         tracer: Tracer = NO_TRACER,
@@ -519,12 +542,22 @@ class RouterApp(BaseApp[RouterContext]):
         feed = RouterFeed(fleet, metrics, process=process, models=models)
         self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
         self.kept = KeptObjects()
+        rules = rules or RoutingRules()
+        self.batches = Batches(
+            store,
+            batch_settings or BatchSettings(),
+            serve_as=self._serve_as,
+            caller_of=self._keys.caller_of,
+            tenant_header=rules.tenant_header,
+            seats=None,
+            metrics=metrics,
+        )
         streams = LiveStreams()
         notices = notices or ClientLeftNotices()
         notices.on_dropped = metrics.farewells_dropped_total.inc
         self._services = RouterServices(
             fleet=fleet,
-            rules=rules or RoutingRules(),
+            rules=rules,
             metrics=metrics,
             clock_and_ids=clock_and_ids or ClockAndIds(),
             more_metrics=more_metrics,
@@ -541,11 +574,24 @@ class RouterApp(BaseApp[RouterContext]):
             notices=notices,
             models=models,
             forms=FairSlots(FORMS_MAX, what="forms"),
+            store=store,
+            stored=StoredServices(
+                batches=self.batches,
+                batch_endpoints=BATCH_ENDPOINTS,
+                uploads=FairSlots(FORMS_MAX, what="uploads"),
+            ),
         )
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(streams.kept_bytes))
 
     def new_context(self, exchange: Exchange) -> RouterContext:
         return RouterContext(exchange, self._services)
+
+    async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:
+        """Serve a line of a batch in a caller's name, with the lowest priority."""
+        context = self.new_context(exchange)
+        context.caller = caller
+        context.priority_least = PRIORITY_MAX
+        await self._serve(context, is_own=True)
 
     def end_fields(self, context: RouterContext) -> dict[str, object]:
         fields: dict[str, object] = {"endpoint": context.endpoint}

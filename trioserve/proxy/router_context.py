@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode
 
+import msgspec
+
 from trioserve.api.caller import AccessRules
+from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responder import TENANT_HEADER, Responder, outcome_of_error
 from trioserve.api.responses.connection import ResponseConnections
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId, Stage
+from trioserve.contracts.request import PRIORITY_MIN
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.proxy.kept_objects import KeptObjects
@@ -26,13 +30,17 @@ from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
     from trioserve.admission.model_runs import ModelRuns
+    from trioserve.api.batches.batches import Batches
     from trioserve.api.page.page import Page
     from trioserve.http.exchange import Exchange, HeaderFields
     from trioserve.metrics.registry import Metrics
     from trioserve.proxy.fleet import EndpointSpec, Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.store.store import Store
 
-__all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RouterServices", "RoutingRules"]
+__all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RouterServices", "RoutingRules", "StoredServices"]
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 ENDPOINT_PARAMETER = "id"
 """Query parameter that pins a request to one endpoint."""
@@ -73,6 +81,21 @@ class RoutingRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredServices:
+    """Parts of a router that keeps files and batches itself, with the names that handlers of engines use.
+
+    Attributes:
+        batches: batches that have not ended.
+        batch_endpoints: paths that a batch may use.
+        uploads: bounds how many uploaded forms are parsed at a time.
+    """
+
+    batches: Batches
+    batch_endpoints: tuple[str, ...]
+    uploads: FairSlots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterServices:
     """Services of a router that all of its requests share.
 
@@ -93,6 +116,8 @@ class RouterServices:
         notices: Notifies endpoints when a client has left.
         models: Loads models on demand. None: all models belong to endpoints that run anyway.
         forms: Limits how many large forms are parsed at a time.
+        store: Keeps files and batches. None: an endpoint keeps them.
+        stored: Parts for files and batches, if there is a store.
     """
 
     fleet: Fleet
@@ -111,6 +136,8 @@ class RouterServices:
     notices: ClientLeftNotices
     models: ModelRuns[EndpointSpec] | None
     forms: FairSlots
+    store: Store | None
+    stored: StoredServices
 
 
 class RouterContext(Responder):
@@ -127,11 +154,13 @@ class RouterContext(Responder):
         leg: Trace span of the current request to an endpoint.
         endpoint_path: Path that endpoints see. None: the path of the request.
         prefill_endpoint: Endpoint that computed the prompt of a disaggregated request.
+        priority_least: Lower bound for the priority number. A lower number runs sooner.
     """
 
     def __init__(self, exchange: Exchange, services: RouterServices) -> None:
         super().__init__(exchange, services.clock_and_ids)
         self.services = services
+        self.priority_least = PRIORITY_MIN
         self.endpoint_path: str | None = None
         self.endpoint: EndpointId | None = None
         self.preferred: EndpointId | None = None
@@ -139,6 +168,24 @@ class RouterContext(Responder):
         self.leg: Span = NO_SPAN
         self.client_events = ClientEvents()
         self._held_head: tuple[int, HeaderFields] | None = None
+
+    @property
+    def server(self) -> StoredServices:
+        return self.services.stored
+
+    async def body(self, kind: type[Body]) -> Body:
+        """Read and decode the request's JSON body.
+
+        Args:
+            kind: Type of the body.
+
+        Raises:
+            InvalidRequest: The body is not JSON of this type.
+        """
+        ignored: list[str] = []
+        body = decode_body(await self.exchange.body(), kind, ignored=ignored)
+        self.ignored_fields = tuple(ignored)
+        return body
 
     def query(self, name: str) -> str | None:
         """Return the first value of a query parameter, or None.

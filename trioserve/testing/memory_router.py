@@ -34,7 +34,7 @@ from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings, SilenceSettings
-from trioserve.testing.inline_work import InlineTexts
+from trioserve.testing.inline_work import InlineTexts, open_inline_store
 from trioserve.testing.memory_server import MemoryFrontend
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.interrupts import uninterrupted_context
@@ -194,13 +194,16 @@ async def open_memory_router(
         await nursery.start(notices.run)
         if peer_watch is not None and peers is not None:
             nursery.start_soon(peer_watch.run)
+        store = None
         if hosted is not None:
+            store = stack.enter_context(open_inline_store(None, None))
             ModelHost(fleet, hosted).show(metrics)
             await nursery.start(hosted.run)
         app = RouterApp(
             fleet,
             metrics,
             models=hosted,
+            store=store,
             rules=rules,
             api_keys=api_keys,
             admin_api_key=admin_api_key,
@@ -224,5 +227,6 @@ async def open_memory_router(
         router = MemoryRouter(dispatch, fleet, server, metrics, nursery, peer_watch)
         while not all(dispatch.core.endpoints[EndpointId(id)].is_settled for id in endpoints):
             await wait_all_tasks_blocked()  # The router must have polled the state of each endpoint.
-        yield router
+        async with app.batches.running():
+            yield router
         nursery.cancel_scope.cancel()

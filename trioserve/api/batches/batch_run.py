@@ -41,7 +41,9 @@ RETRY_SECONDS_MAX = 30.0
 LINES_BETWEEN_TURNS = 64  # After this number of lines, other tasks run. Reading a line takes a few microseconds.
 DROPPED_LINES_AT_ONCE = 256  # One write to the store has at most this number of dropped lines.
 # A line is retried after a refusal for one of these reasons, which concern the server and not the line.
-RETRIED_REASONS = frozenset({"draining", "paused", "step_overdue", "engine_reopening", "no_endpoint"})
+RETRIED_REASONS = frozenset(
+    {"draining", "paused", "step_overdue", "engine_reopening", "no_endpoint", "queue_wait_over"}
+)
 # After a refusal for one of these reasons, the server must be restarted. The line waits for the next start.
 SERVER_BROKEN_REASONS = frozenset({"engine_fault"})
 
