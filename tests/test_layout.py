@@ -123,7 +123,7 @@ ROOMS = {
     ),
     # The API of a router uses the bodies and errors of the package api.
     "proxy": Room(
-        rooms=words("contracts router text metrics trio_tools admission http api"),
+        rooms=words("contracts router text metrics trio_tools store admission http api"),
         packages=words("trio dns"),
         only_in={"dns": words("dns.py")},
         without=words("asyncio"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import trio
 
-from trioserve.admission.file_decoders import ImageDecoder
+from trioserve.admission.file_decoders import AudioDecoder, ImageDecoder
 from trioserve.admission.text_threads import TextThreads
 from trioserve.assemble_compute import LocalModel, cache_release_of, copies_of, core_settings, window_tokens_of
 from trioserve.assemble_model import LoadProgress, LoadReport, LoggedProgress, ModelFiles, default_served_name
@@ -158,7 +158,7 @@ async def open_configured_engine(
     with errors_unwrapped():
         async with TextThreads() as text:
             opening = _Opening(config, transfers, text, on_progress or LoggedProgress(None), on_loaded)
-            with closing(opening.trainer_groups), closing(opening.image_decoder):
+            with closing(opening.trainer_groups), closing(opening.image_decoder), closing(opening.audio_decoder):
                 async with trio.open_nursery() as nursery:
                     engine = await nursery.start(supervise, opening.open_parts, opening.make_engine)
                     nursery.start_soon(engine.keep_deadlines)
@@ -204,6 +204,7 @@ class _Opening:
         )
         self.trainer_groups = TrainerGroups()
         self.image_decoder = ImageDecoder(config.image_limits(), self._metrics)
+        self.audio_decoder = AudioDecoder(config.audio_limits(), self._metrics)
 
     def _report(self, progress: LoadProgress) -> None:
         if self._engine is None:  # When an engine is reopened, another log line reports this.
@@ -329,6 +330,7 @@ class _Opening:
             image_encoder=parts.image_encoder,
             audio_encoder=parts.audio_encoder,
             image_decoder=self.image_decoder,
+            audio_decoder=self.audio_decoder,
             media=MediaFetcher(config.allowed_media_domains, self.image_decoder.limits.image_bytes_max)
             if config.allowed_media_domains
             else None,

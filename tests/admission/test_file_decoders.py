@@ -147,15 +147,15 @@ def test_process_skips_jobs_after_the_server_has_ended(monkeypatch: pytest.Monke
 
 
 async def decoded(decoder: AudioDecoder, content: bytes) -> float:
-    async with decoder.recording(content, "file", tenant="key") as recording:
+    async with decoder.recording(content, WHISPER, "file", tenant="key") as recording:
         return recording.seconds
 
 
 async def test_process_decodes_audio_to_the_same_spectrogram() -> None:
     content = wav(2.0)
     metrics = Metrics("x")
-    with closing(AudioDecoder(AudioLimits(), WHISPER, metrics)) as decoder:
-        async with decoder.recording(content, "file", tenant="key") as recording:
+    with closing(AudioDecoder(AudioLimits(), metrics)) as decoder:
+        async with decoder.recording(content, WHISPER, "file", tenant="key") as recording:
             expected = spectrogram_of(decoded_audio(content, 16_000, AudioLimits(), "file"), WHISPER)
             assert recording.seconds == 2.0
             assert np.array_equal(recording.window(0.0)[0], expected[:3000].T)
@@ -169,7 +169,7 @@ async def test_process_decodes_audio_to_the_same_spectrogram() -> None:
 
 async def test_longest_allowed_recording_fits_the_memory_limit() -> None:
     limits = AudioLimits(seconds_max=120.0)
-    with closing(AudioDecoder(limits, WHISPER, Metrics("x"))) as decoder:
+    with closing(AudioDecoder(limits, Metrics("x"))) as decoder:
         assert abs(await decoded(decoder, audio_file("mp3", "libmp3lame", 119.0, rate=16_000)) - 119.0) < 0.2
         with pytest.raises(InvalidRequest, match="more than 120 s"):
             await decoded(decoder, audio_file("mp3", "libmp3lame", 121.0, rate=16_000))
@@ -177,8 +177,11 @@ async def test_longest_allowed_recording_fits_the_memory_limit() -> None:
 
 async def test_recordings_of_all_requests_have_a_memory_limit() -> None:
     limits = AudioLimits(features_bytes_max=2_000_000)
-    with closing(AudioDecoder(limits, WHISPER, Metrics("x"))) as decoder:
-        async with decoder.recording(wav(), "file", tenant="a"), decoder.recording(wav(), "file", tenant="b"):
+    with closing(AudioDecoder(limits, Metrics("x"))) as decoder:
+        async with (
+            decoder.recording(wav(), WHISPER, "file", tenant="a"),
+            decoder.recording(wav(), WHISPER, "file", tenant="b"),
+        ):
             with pytest.raises(Overloaded, match="hold 1,920,000 bytes, and this one needs 960,000 more"):
                 await decoded(decoder, wav())
         assert await decoded(decoder, wav()) == 1.0
@@ -187,7 +190,7 @@ async def test_recordings_of_all_requests_have_a_memory_limit() -> None:
 async def test_error_of_slow_audio_names_the_timeout_option() -> None:
     slow = [sys.executable, "-c", "import signal; signal.pause()"]
     metrics = Metrics("x")
-    with closing(AudioDecoder(AudioLimits(decode_seconds_max=0.01), WHISPER, metrics)) as decoder:
+    with closing(AudioDecoder(AudioLimits(decode_seconds_max=0.01), metrics)) as decoder:
         decoder._pool = ProcessPool(lambda file: slow, processes_max=2)
         with pytest.raises(InvalidRequest, match=r"within 0\.01 s \(--audio-decode-timeout\)"):
             await decoded(decoder, wav())

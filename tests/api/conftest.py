@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import trio
 
+from trioserve.admission.file_decoders import AudioDecoder
 from trioserve.admission.prompt_encoder import INLINE_CHARACTERS_MAX
 from trioserve.api.routes import App
+from trioserve.contracts.audio import AudioProcessing, AudioPrompt
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import EngineFault, InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason, TokenLogprob
@@ -224,6 +226,7 @@ class Model:
     family: str | None = "alphabet"
     weight_bytes = 26
     pooled = None
+    audio: AudioProcessing | None = None
 
 
 class ScriptedEngine:
@@ -242,6 +245,7 @@ class ScriptedEngine:
         self.holds_up = self.is_sleeping = self.has_half_weights = False
         self.weight_version = "default"
         self.instance = "letters-1"
+        self.audio_decoder: AudioDecoder | None = None
         self.script: Script = say("Hello", "!")
         self.enter_errors: list[Exception | None] = []
         self.queue: trio.Event | None = None
@@ -266,6 +270,8 @@ class ScriptedEngine:
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: object = None) -> list[int]:
         await trio.lowlevel.checkpoint()
+        if isinstance(prompt, AudioPrompt):
+            return list(prompt.token_ids)
         if isinstance(prompt, ChatPrompt):
             return self.tokenizer.encode(
                 "\n".join(f"{message['role']}: {message.get('content')}" for message in prompt.messages)

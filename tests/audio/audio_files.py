@@ -40,7 +40,9 @@ def tone(seconds: float, *, rate: int = 48_000, hertz: float = 440.0) -> npt.NDA
     return (8000 * np.sin(2 * np.pi * hertz * time)).astype(np.int16)
 
 
-def audio_file(file_format: str, codec: str, seconds: float = 3.0, *, rate: int = 48_000) -> bytes:
+def audio_file(
+    file_format: str, codec: str, seconds: float = 3.0, *, rate: int = 48_000, hertz: float = 440.0
+) -> bytes:
     """Encode a tone in two channels.
 
     Args:
@@ -48,11 +50,12 @@ def audio_file(file_format: str, codec: str, seconds: float = 3.0, *, rate: int 
         codec: FFmpeg's name of the encoder.
         seconds: length of the tone.
         rate: samples per second.
+        hertz: frequency of the tone. 0: silence.
     """
     file = io.BytesIO()
     with av.open(file, "w", format=file_format) as container:
         stream = container.add_stream(codec, rate=rate, layout="stereo")
-        samples = np.repeat(tone(seconds, rate=rate), 2)[None]
+        samples = np.repeat(tone(seconds, rate=rate, hertz=hertz), 2)[None]
         frame = av.AudioFrame.from_ndarray(samples, format="s16", layout="stereo")
         frame.sample_rate = rate
         for one in (frame, None):

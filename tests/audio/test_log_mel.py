@@ -46,7 +46,7 @@ def test_window_of_a_short_recording_is_what_the_model_was_trained_on() -> None:
 def test_window_beyond_the_end_is_filled_with_the_lowest_value() -> None:
     spectrogram = spectrogram_of(noise(40), WHISPER)
     assert spectrogram.nbytes == spectrogram_bytes(40, WHISPER)
-    window, _ = Recording(spectrogram.data.cast("B"), 40.0, WHISPER).window(12.34)
+    window, _ = Recording(spectrogram.data.cast("B"), 40.0, WHISPER, lowest=float(spectrogram.min())).window(12.34)
     assert window.shape == (80, 3000)
     assert np.array_equal(window[:, :2766], spectrogram[1234:].T)
     assert (window[:, 2766:] == spectrogram.min()).all()

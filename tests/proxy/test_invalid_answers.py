@@ -13,6 +13,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from tests.api.images.forms import multipart
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost
 from trioserve.proxy.endpoint_watch import WatchSettings
@@ -302,3 +303,19 @@ def test_paths_without_known_fields_accept_any_json():
     with pytest.raises(InvalidAnswer):
         check_whole(EndpointId("a"), "/rerank", b"<html>")
     assert issubclass(InvalidAnswer, EndpointLost)
+
+
+async def test_plain_text_of_a_transcription_is_forwarded():
+    path = "/v1/audio/transcriptions"
+    form, kind = multipart(("file", b"RIFF....", "a.wav"), ("model", "fake"), ("response_format", "text"))
+    async with black_hole(response(b"Hello.\n", content_type="text/plain; charset=utf-8")) as opened:
+        answers = [await opened.router.client().post(path, form, headers={"content-type": kind}) for _ in range(12)]
+        heard = [answer for answer in answers if answer.status == 200]
+        assert heard
+        assert {(answer.body, answer.headers["content-type"]) for answer in heard} == {
+            (b"Hello.\n", "text/plain; charset=utf-8")
+        }
+        assert form in opened.hole.asked[0]
+        # The other endpoints have text models, which refuse recordings.
+        assert {answer.status for answer in answers if answer not in heard} <= {400}
+        await opened.router.assert_all_free()

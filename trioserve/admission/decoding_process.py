@@ -21,7 +21,6 @@ from typing import Literal
 
 import msgspec
 
-from trioserve.audio.recording import spectrogram_bytes
 from trioserve.contracts.audio import AudioLimits, AudioProcessing
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.images import ImageLimits
@@ -45,6 +44,8 @@ PR_SET_PDEATHSIG = 1
 OWN_BYTES = 256 * 2**20  # Memory in addition to the image, for free memory of the allocator and tables of decoders.
 # Memory per pixel. Pillow needs up to six copies of 4 bytes, and numpy three copies of 8 bytes for 16-bit samples.
 PIXEL_BYTES = 40
+# Memory per second of sound: three copies of samples of 16 bits at 16 kHz, and two of a spectrogram with 128 bands.
+SECOND_BYTES = 200_000
 
 
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -86,12 +87,14 @@ class DecodeReply(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         width, height: size of an image or a mask in pixels. 0 for tiles and audio.
         seconds: length of a recording. 0 for images.
+        lowest: lowest value of a spectrogram. 0 for images.
         error: the reason to refuse the file, or None if the file was decoded.
     """
 
     width: int = 0
     height: int = 0
     seconds: float = 0.0
+    lowest: float = 0.0
     error: str | None = None
 
 
@@ -104,20 +107,13 @@ def memory_bytes_max(limits: ImageLimits) -> int:
     return OWN_BYTES + PIXEL_BYTES * limits.pixels_max + 2 * limits.image_bytes_max
 
 
-def audio_memory_bytes(limits: AudioLimits, processing: AudioProcessing) -> int:
+def audio_memory_bytes(limits: AudioLimits) -> int:
     """Return the number of bytes of memory that is enough to decode the longest allowed recording.
 
     Args:
         limits: limits on recordings.
-        processing: sample rate and size of the spectrogram.
     """
-    samples_bytes = 2 * int(limits.seconds_max * processing.sample_rate)
-    return (
-        OWN_BYTES
-        + 3 * samples_bytes
-        + 2 * spectrogram_bytes(limits.seconds_max, processing)
-        + 2 * limits.audio_bytes_max
-    )
+    return OWN_BYTES + int(SECOND_BYTES * limits.seconds_max) + 2 * limits.audio_bytes_max
 
 
 def decode(job: Job, content: bytes) -> tuple[DecodeReply, bytes | memoryview]:
@@ -144,7 +140,8 @@ def _heard(job: AudioJob, content: bytes) -> tuple[DecodeReply, bytes | memoryvi
 
     samples = decoded_audio(content, job.processing.sample_rate, job.limits, job.place)
     spectrogram = spectrogram_of(samples, job.processing)
-    return DecodeReply(seconds=len(samples) / job.processing.sample_rate), spectrogram.data.cast("B")
+    seconds = len(samples) / job.processing.sample_rate
+    return DecodeReply(seconds=seconds, lowest=float(spectrogram.min())), spectrogram.data.cast("B")
 
 
 def _seen(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryview]:

@@ -197,36 +197,37 @@ class ImageDecoder(FileDecoder):
 
 
 class AudioDecoder(FileDecoder):
-    """Decodes audio files: `async with decoder.recording(content, "file", tenant=tenant) as recording: ...`.
+    """Decodes audio files: `async with decoder.recording(...) as recording: ...`.
 
     Args:
         limits: Limits of recordings. The longest allowed recording sets the memory limit.
-        processing: Spectrogram that the model expects.
         metrics: Counts killed processes, and measures time.
 
     Attributes:
         bytes_held: Bytes of the recordings whose scopes are open.
     """
 
-    def __init__(self, limits: AudioLimits, processing: AudioProcessing, metrics: Metrics) -> None:
+    def __init__(self, limits: AudioLimits, metrics: Metrics) -> None:
         self.limits = limits
-        self.processing = processing
         self.bytes_held = 0
         self._metrics = metrics
         super().__init__(
             "audio",
-            audio_memory_bytes(limits, processing),
+            audio_memory_bytes(limits),
             seconds_max=limits.decode_seconds_max,
             option="--audio-decode-timeout",
             count_killed=lambda reason: metrics.audio_decoders_killed_total.labels(reason).inc(),
         )
 
     @asynccontextmanager
-    async def recording(self, content: bytes, place: str, *, tenant: str) -> AsyncIterator[Recording]:
+    async def recording(
+        self, content: bytes, processing: AudioProcessing, place: str, *, tenant: str
+    ) -> AsyncIterator[Recording]:
         """Decode an audio file to the spectrogram of its first audio stream, and keep it while the scope is open.
 
         Args:
             content: The file.
+            processing: Spectrogram that the model expects.
             place: Name of the file in error messages.
             tenant: Owner of the file, see `turn`.
 
@@ -235,7 +236,7 @@ class AudioDecoder(FileDecoder):
             Overloaded: no process can be started, or the recordings of all requests take too much memory.
         """
         async with self.turn(tenant):
-            recording = await self._recording(content, place)
+            recording = await self._recording(content, processing, place)
             self._hold(recording.byte_count)
         try:
             yield recording
@@ -253,12 +254,12 @@ class AudioDecoder(FileDecoder):
         self.bytes_held += byte_count
         self._metrics.audio_bytes_held.set(self.bytes_held)
 
-    async def _recording(self, content: bytes, place: str) -> Recording:
+    async def _recording(self, content: bytes, processing: AudioProcessing, place: str) -> Recording:
         audio_format(content, self.limits, place)
         began_at = trio.current_time()
-        size = spectrogram_bytes(self.limits.seconds_max + self.processing.window_seconds, self.processing)
-        job = AudioJob(place=place, limits=self.limits, processing=self.processing)
+        size = spectrogram_bytes(self.limits.seconds_max + processing.window_seconds, processing)
+        job = AudioJob(place=place, limits=self.limits, processing=processing)
         reply, spectrogram = await self._decoded(job, content, size)
         self._metrics.audio_decoding_seconds.observe(trio.current_time() - began_at)
         self._metrics.audio_seconds_total.inc(reply.seconds)
-        return Recording(spectrogram, reply.seconds, self.processing)
+        return Recording(spectrogram, reply.seconds, processing, lowest=reply.lowest)

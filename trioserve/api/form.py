@@ -57,10 +57,12 @@ class Form(msgspec.Struct, frozen=True):
     Attributes:
         texts: text fields. Bytes that are not UTF-8 are replaced.
         files: files.
+        lists: text fields that may be repeated.
     """
 
     texts: dict[str, str]
     files: dict[str, FormFile]
+    lists: dict[str, list[str]]
 
 
 class FormPart(msgspec.Struct, frozen=True):
@@ -82,7 +84,12 @@ class FormPart(msgspec.Struct, frozen=True):
 
 
 def parsed_form(
-    body: bytes, content_type: str | None, *, files: Collection[str], field_bytes_max: int = FIELD_BYTES_MAX
+    body: bytes,
+    content_type: str | None,
+    *,
+    files: Collection[str],
+    lists: Collection[str] = (),
+    field_bytes_max: int = FIELD_BYTES_MAX,
 ) -> Form:
     """Parse a whole form.
 
@@ -90,16 +97,19 @@ def parsed_form(
         body: the request's body.
         content_type: value of the header Content-Type. None: not sent.
         files: names of the parts that are files, and may be long.
+        lists: names of the parts that may be repeated.
         field_bytes_max: limit of each text field.
 
     Raises:
         InvalidRequest: the body is not a form, or a part is repeated or too long. The error names the part.
     """
-    form = Form({}, {})
+    form = Form({}, {}, {})
     for part in form_parts(body, form_boundary(content_type)):
-        if part.name in form.texts or part.name in form.files:
+        if part.name in lists:
+            form.lists.setdefault(part.name, []).append(text_of(part, field_bytes_max))
+        elif part.name in form.texts or part.name in form.files:
             raise twice(part.name)
-        if part.name in files:
+        elif part.name in files:
             form.files[part.name] = FormFile(part.content, part.filename)
         else:
             form.texts[part.name] = text_of(part, field_bytes_max)

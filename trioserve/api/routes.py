@@ -11,6 +11,7 @@ import trio
 
 from trioserve.api.anthropic import messages
 from trioserve.api.app import BaseApp, other_path
+from trioserve.api.audio import transcriptions
 from trioserve.api.batches import handlers as batch_handlers
 from trioserve.api.batches.batches import Batches
 from trioserve.api.caller import AccessRules, ApiKeys, Caller
@@ -86,6 +87,7 @@ OPERATIONS: tuple[Operation[ServerContext], ...] = (
     *embeddings.OPERATIONS,
     *scoring.OPERATIONS,
     *responses.OPERATIONS,
+    *transcriptions.OPERATIONS,
     *files.OPERATIONS,
     *batch_handlers.OPERATIONS,
     *stream_handlers.OPERATIONS,

@@ -51,6 +51,7 @@ class Recording:
     Args:
         spectrogram: buffer with the result of spectrogram_of. It is not copied.
         seconds: length of the recording, without silence that was added.
+        lowest: lowest value of the spectrogram.
         processing: sample rate and spectrogram that the model expects.
 
     Attributes:
@@ -58,12 +59,18 @@ class Recording:
     """
 
     def __init__(
-        self, spectrogram: bytes | bytearray | memoryview, seconds: float, processing: AudioProcessing
+        self,
+        spectrogram: bytes | bytearray | memoryview,
+        seconds: float,
+        processing: AudioProcessing,
+        *,
+        lowest: float = 0.0,
     ) -> None:
         self.seconds = seconds
         self.byte_count = len(spectrogram)
         self._frames = np.frombuffer(spectrogram, dtype=np.float32).reshape(-1, processing.mel_bins)
         self._processing = processing
+        self._lowest = lowest
 
     def window(self, start: float) -> tuple[npt.NDArray[np.float32], bytes]:
         """Copy one window. Behind the end of the recording, it is filled with the recording's lowest value.
@@ -78,10 +85,6 @@ class Recording:
         rate = processing.sample_rate / processing.hop_length
         first, count = round(start * rate), processing.frame_count
         frames = self._frames[first : first + count]
-        window = np.full((processing.mel_bins, count), 0.0 if len(frames) == count else self._lowest, np.float32)
+        window = np.full((processing.mel_bins, count), self._lowest, np.float32)
         window[:, : len(frames)] = frames.T
         return window, blake2b(window.data.cast("B"), digest_size=DIGEST_BYTES).digest()
-
-    @property
-    def _lowest(self) -> float:
-        return float(self._frames.min())

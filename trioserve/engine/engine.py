@@ -18,7 +18,7 @@ import msgspec
 import trio
 from msgspec import UNSET
 
-from trioserve.admission.file_decoders import ImageDecoder
+from trioserve.admission.file_decoders import AudioDecoder, ImageDecoder
 from trioserve.admission.local_endpoint import show_router
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.text_threads import TextThreads
@@ -101,6 +101,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         image_encoder: computes embeddings of images. None: the model reads no images.
         audio_encoder: computes rows of sound. None: the model hears nothing.
         image_decoder: decodes image files. Required if the model reads images.
+        audio_decoder: decodes audio files. None: the model hears nothing.
         media: fetches images by URL. None: URLs are refused.
         adapters: LoRA adapters. None: adapters are disabled.
         guard: see `EngineParts`.
@@ -110,6 +111,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
 
     _core: EngineCore
     _delivery: Delivery
+    audio_decoder: AudioDecoder | None
 
     def __init__(
         self,
@@ -132,6 +134,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         image_encoder: ImageEncoder | None = None,
         audio_encoder: AudioEncoder | None = None,
         image_decoder: ImageDecoder | None = None,
+        audio_decoder: AudioDecoder | None = None,
         media: MediaFetcher | None = None,
         adapters: Adapters | None = None,
         guard: Guard | None = None,
@@ -182,6 +185,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             defaults = msgspec.structs.replace(defaults, clamp_max_tokens=True)
         self.default_sampling = defaults
         self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
+        self.audio_decoder = audio_decoder
         self.step_times = self._texts.step_times
         self.live_feed = self._texts.live_feed
         show_router(metrics, self.dispatch)

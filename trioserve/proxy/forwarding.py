@@ -35,6 +35,7 @@ from trioserve.proxy.proxied_request import AskedRequest, ProxiedRequest, Reques
 from trioserve.proxy.relay import attempt
 from trioserve.proxy.routed_body import (
     EDITS_PATH,
+    FORM_PATHS,
     RoutedBody,
     RoutedForm,
     ollama_body,
@@ -136,7 +137,7 @@ async def _asked(context: RouterContext) -> AskedRequest:
     """
     said = await context.exchange.body()
     path, served = context.exchange.path, context.services.fleet.models()
-    form = await _read_form(context, said) if path == EDITS_PATH else None
+    form = await _read_form(context, said) if path in FORM_PATHS else None
     read = decode_body(said, RoutedBody) if form is None else form.body
     raw, body = _for_caller(context, said, ollama_body(path, said, read, served))
     if not body.stream:

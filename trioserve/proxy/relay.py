@@ -33,6 +33,7 @@ from trioserve.proxy.response_shape import (
     check_line,
     check_whole,
     is_error,
+    is_plain_text,
 )
 from trioserve.proxy.streams.client_events import LineSplitter
 from trioserve.proxy.streams.continuation import (
@@ -222,7 +223,8 @@ async def _checked_head(proxied: ProxiedRequest, id: EndpointId, request: Endpoi
                 raise InvalidAnswer(id, f"status_{response.status}", f"status {response.status}, {said[:80]!r}")
             proxied.continuation.check_refusal(id, response, error_code(said))
         await check_error(proxied.context, id, response, admission.stage)
-    check_head(id, response.status, response.header("content-type") or None)
+    content_type = response.header("content-type") or None
+    check_head(id, response.status, content_type, path=proxied.context.exchange.path)
     return response
 
 
@@ -238,14 +240,17 @@ async def _relay_whole(
     """
     context = proxied.context
     whole = await response.whole(WHOLE_BYTES_MAX)
+    is_text = is_plain_text(context.exchange.path, response.header("content-type"))
     if whole is not None:
-        check_whole(id, context.exchange.path, whole)
+        if not is_text:
+            check_whole(id, context.exchange.path, whole)
         begin(is_last=True)
         _remember_object(proxied, id, whole)
         await _pass_on(proxied, response, whole)
         return
     piece = await response.next_piece()
-    check_begin(id, piece or b"")
+    if not is_text:
+        check_begin(id, piece or b"")
     begin(is_last=True)
     await context.start(response.status, proxied.response_headers(response), is_events=False)
     while piece is not None:

@@ -17,7 +17,16 @@ from msgspec import UNSET, UnsetType
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost
 
-__all__ = ["EventCheck", "InvalidAnswer", "check_begin", "check_head", "check_line", "check_whole", "is_error"]
+__all__ = [
+    "EventCheck",
+    "InvalidAnswer",
+    "check_begin",
+    "check_head",
+    "check_line",
+    "check_whole",
+    "is_error",
+    "is_plain_text",
+]
 
 JSON_TYPE = "application/json"
 EVENTS_TYPE = "text/event-stream"
@@ -39,6 +48,8 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "/tokenize": ("tokens", "count"),
     "/detokenize": ("prompt", "text"),
 }
+_TEXT_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+_FIELDS |= dict.fromkeys(_TEXT_PATHS, ("text",))
 _CHOICE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _LAST_TYPES = {
     "/v1/messages": frozenset({"message_stop", "error"}),
@@ -84,13 +95,24 @@ def is_error(content_type: str | None, said: bytes) -> bool:
     )
 
 
-def check_head(id: EndpointId, status: int, content_type: str | None) -> None:
+def is_plain_text(path: str, content_type: str | None) -> bool:
+    """Return True if a response is plain text, and inference servers send such responses for this path.
+
+    Args:
+        path: Path of the request.
+        content_type: Header of the response.
+    """
+    return path in _TEXT_PATHS and (content_type or "").lower().startswith("text/")
+
+
+def check_head(id: EndpointId, status: int, content_type: str | None, *, path: str = "") -> None:
     """Check the status and content type of a response that is not an error.
 
     Args:
         id: Endpoint that sent the response.
         status: HTTP status.
         content_type: Header of the response. None counts as JSON.
+        path: Path of the request.
 
     Raises:
         InvalidAnswer: An inference server would not send this head.
@@ -100,7 +122,7 @@ def check_head(id: EndpointId, status: int, content_type: str | None) -> None:
     if status in (204, 205):
         raise InvalidAnswer(id, "empty", f"no body, status {status}")
     kind = (content_type or JSON_TYPE).partition(";")[0].strip().lower()
-    if kind not in (JSON_TYPE, EVENTS_TYPE, LINES_TYPE):
+    if kind not in (JSON_TYPE, EVENTS_TYPE, LINES_TYPE) and not is_plain_text(path, kind):
         raise InvalidAnswer(id, "content_type", f"a response of the type {kind[:80]!r}")
 
 

@@ -18,6 +18,7 @@ from trioserve.contracts.image_generation import PROMPT_CHARACTERS_MAX
 
 __all__ = [
     "EDITS_PATH",
+    "FORM_PATHS",
     "LINE_PATHS",
     "TRANSFER_PARAMS",
     "RoutedBody",
@@ -146,6 +147,7 @@ def without_transfer_params(raw: bytes, body: RoutedBody, fields: dict[str, obje
 
 
 EDITS_PATH = "/v1/images/edits"
+FORM_PATHS = (EDITS_PATH, "/v1/audio/transcriptions", "/v1/audio/translations")
 PROMPT = "prompt"
 READ = frozenset({PROMPT, "model", "stream", "n", "priority", "queue_timeout", "ttft_timeout", "timeout"})
 # The longest prompt that an image engine accepts has this many bytes in UTF-8.

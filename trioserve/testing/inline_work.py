@@ -20,7 +20,7 @@ from trioserve.admission.decoding_process import DecodeReply, Job, decode
 from trioserve.admission.file_decoders import AudioDecoder, FileDecoder, ImageDecoder
 from trioserve.admission.text_threads import TextThreads
 from trioserve.api.images.image_context import EncodingThreads
-from trioserve.contracts.audio import AudioLimits, AudioProcessing
+from trioserve.contracts.audio import AudioLimits
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
 from trioserve.contracts.images import ImageLimits
 from trioserve.metrics.registry import Metrics
@@ -165,8 +165,8 @@ class InlineDecoder(_DecodesInline, ImageDecoder):
 class InlineAudioDecoder(_DecodesInline, AudioDecoder):
     """Decodes recordings in the event loop, and starts no process."""
 
-    def __init__(self, limits: AudioLimits, processing: AudioProcessing, metrics: Metrics) -> None:
-        super().__init__(limits, processing, metrics)
+    def __init__(self, limits: AudioLimits, metrics: Metrics) -> None:
+        super().__init__(limits, metrics)
         self.gate = JobGate()
 
 

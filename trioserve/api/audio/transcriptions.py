@@ -1,0 +1,382 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations: the text of a recording, whole or as a stream.
+
+The recording is decoded in a process. Then its windows are engine requests, one after another, because each window
+begins where the text of the previous one ended. Leaving the request ends whichever of these runs: the process is
+killed, or the engine request is aborted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Literal
+
+import trio
+
+from trioserve.api.audio import request_types as types
+from trioserve.api.audio.request_types import AudioForm, TranscriptionForm, parsed_audio
+from trioserve.api.error_responses import deadline_refusal
+from trioserve.api.form import INLINE_BYTES_MAX
+from trioserve.api.generation import Choice, read_streams, usage_of, wait_until_begun
+from trioserve.api.openai.request_types import deadlines_of
+from trioserve.api.route_table import GENERATES, Forwarding, Operation
+from trioserve.api.server_context import ServerContext
+from trioserve.api.surface import event
+from trioserve.audio.audio_file import AUDIO_FORMATS, decoder_missing
+from trioserve.audio.recording import Recording
+from trioserve.audio.transcript import Segment, Transcript, WindowOutput, srt, vtt
+from trioserve.contracts.audio import AudioProcessing, AudioPrompt
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.output import Delta
+from trioserve.contracts.sampling import SamplingParams
+
+__all__ = ["OPERATIONS", "create_transcription", "create_translation"]
+
+Task = Literal["transcribe", "translate"]
+
+
+async def create_transcription(context: ServerContext) -> None:
+    await _answer(context, "transcribe")
+
+
+async def create_translation(context: ServerContext) -> None:
+    await _answer(context, "translate")
+
+
+async def _answer(context: ServerContext, task: Task) -> None:
+    clock = _Clock(trio.current_time())
+    processing = _processing(context)
+    form = await _form(context)
+    fields = form.fields
+    context.model_name(fields.model)
+    if context.adapter is not None:
+        raise InvalidRequest("model names an adapter, but adapters transcribe nothing: name the model", param="model")
+    _check_language(processing, fields.language, task)
+    clock.deadlines = deadlines_of(fields, context.exchange.headers)
+    is_json = fields.response_format in ("json", "verbose_json")
+    if is_json and not fields.stream:
+        context.exchange.fill_silence()
+    async with _decoded(context, processing, form.content, clock) as recording:
+        del form  # The file is not needed any more.
+        run = _Transcription(context, fields, task, recording, processing, clock)
+        await run.complete()
+    # The recording and the engine requests are released. So a slow client delays only its own bytes.
+    if fields.stream:
+        await context.finish(event("transcript.text.done", run.done()))
+    elif is_json:
+        await context.respond_json(run.whole())
+    else:
+        await context.respond_bytes(run.written().encode(), "text/plain; charset=utf-8")
+
+
+def _processing(context: ServerContext) -> AudioProcessing:
+    processing = context.engine.model.audio
+    if processing is None:
+        raise InvalidRequest(
+            f"the model {context.engine.model.name} reads text and hears nothing: ask a server with a speech model, "
+            "such as Whisper",
+            param="model",
+        )
+    if missing := decoder_missing():
+        raise InvalidRequest(f"this server cannot decode audio: {missing}", param="file")
+    return processing
+
+
+async def _form(context: ServerContext) -> AudioForm:
+    raw = await context.exchange.body()
+    parse = partial(parsed_audio, raw, context.exchange.headers.get("content-type"))
+    return parse() if len(raw) <= INLINE_BYTES_MAX else await context.server.uploads.call(parse, key=context.owner)
+
+
+def _check_language(processing: AudioProcessing, language: str | None, task: Task) -> None:
+    if not processing.languages or processing.transcribe_id is None or processing.translate_id is None:
+        if task == "translate":
+            raise InvalidRequest("this model knows only English and translates nothing", param="model")
+        if language not in (None, "en"):
+            raise InvalidRequest(f"language is {language[:40]!r}, this model knows only en", param="language")
+    elif language is not None and language not in processing.languages:
+        raise InvalidRequest(
+            f"language is {language[:40]!r}, allowed are {', '.join(sorted(processing.languages))}: leave it out if "
+            "the model should detect it",
+            param="language",
+        )
+
+
+class _Clock:
+    """Deadlines of a request that has several parts.
+
+    Args:
+        began_at: time at which the request began, of Trio's clock.
+
+    Attributes:
+        deadlines: deadlines from the beginning.
+    """
+
+    def __init__(self, began_at: float) -> None:
+        self._began_at = began_at
+        self.deadlines = NO_DEADLINES
+
+    @property
+    def first(self) -> tuple[float, Deadline | None]:
+        """Time of the next deadline before the first engine request."""
+        return min(
+            (
+                (self._began_at + seconds, deadline)
+                for deadline in Deadline
+                if (seconds := self.deadlines.seconds(deadline)) is not None
+            ),
+            key=lambda pair: pair[0],
+            default=(math.inf, None),
+        )
+
+    def rest(self, *, is_first: bool) -> Deadlines:
+        """Return the deadlines of the next engine request.
+
+        Args:
+            is_first: True: the request has computed nothing so far.
+
+        Raises:
+            Refusal: a deadline has passed.
+        """
+        rest = {}
+        for deadline in Deadline:
+            seconds = self.deadlines.seconds(deadline)
+            if seconds is None or not (is_first or deadline is Deadline.TOTAL):
+                continue
+            rest[deadline.value] = self._began_at + seconds - trio.current_time()
+            if rest[deadline.value] <= 0:
+                raise self.passed(deadline)
+        return Deadlines(**rest)
+
+    def passed(self, deadline: Deadline) -> Exception:
+        """Return the error for a deadline that has passed."""
+        return deadline_refusal(
+            deadline, passed_message(deadline, self.deadlines.seconds(deadline) or 0.0, NO_DEADLINES)
+        )
+
+
+@asynccontextmanager
+async def _decoded(
+    context: ServerContext, processing: AudioProcessing, content: bytes, clock: _Clock
+) -> AsyncIterator[Recording]:
+    decoder, (at, deadline) = context.engine.audio_decoder, clock.first
+    assert decoder is not None, "an engine that hears has a decoder"
+    tenant = context.caller.tenant(context.named_tenant)
+    async with AsyncExitStack() as scopes:
+        recording = None
+        with trio.move_on_at(at):
+            recording = await scopes.enter_async_context(decoder.recording(content, processing, "file", tenant=tenant))
+        if recording is None:
+            assert deadline is not None, "only a deadline ends the scope"
+            raise clock.passed(deadline)
+        yield recording
+
+
+class _Transcription:
+    """Asks the engine for one window after another, and writes the response.
+
+    Args:
+        context: the request.
+        fields: fields of the form.
+        task: what the model writes.
+        recording: the decoded recording.
+        processing: tokens and window of the model.
+        clock: deadlines of the request.
+    """
+
+    def __init__(
+        self,
+        context: ServerContext,
+        fields: TranscriptionForm,
+        task: Task,
+        recording: Recording,
+        processing: AudioProcessing,
+        clock: _Clock,
+    ) -> None:
+        self._context = context
+        self._fields = fields
+        self._task = task
+        self._recording = recording
+        self._processing = processing
+        self._clock = clock
+        self._seconds = recording.seconds
+        self._language = fields.language or "en"
+        self._text_tokens = 0
+        self._is_spoken = False  # True after the first text of a stream.
+        needs_times = fields.response_format in ("verbose_json", "srt", "vtt")
+        self._has_timestamps = needs_times or recording.seconds > processing.window_seconds
+        self._sends_tokens = fields.stream and not self._has_timestamps
+        self._transcript: Transcript | None = None
+
+    async def complete(self) -> None:
+        """Transcribe the whole recording. In a stream, send the text."""
+        transcript = self._transcript = Transcript(
+            self._processing,
+            self._context.engine.tokenizer.decode,
+            seconds=self._seconds,
+            task_ids=await self._task_ids(),
+            prompt_ids=await self._prompt_ids(),
+            temperature=self._fields.temperature,
+            has_timestamps=self._has_timestamps,
+        )
+        while not transcript.is_complete:
+            features, digest = self._recording.window(transcript.position)
+            token_ids = transcript.window_prompt()
+            choice = await self._asked(
+                AudioPrompt(features=features, digest=digest, token_ids=token_ids),
+                SamplingParams(
+                    temperature=self._fields.temperature,
+                    seed=self._fields.seed,
+                    max_tokens=min(self._processing.tokens_max // 2, self._processing.tokens_max - len(token_ids)),
+                    clamp_max_tokens=True,
+                    logprobs=0,
+                    speech=self._processing.rules(has_timestamps=self._has_timestamps),
+                ),
+                sends=self._sends_tokens,
+            )
+            logprobs = [token.logprob for token in choice.logprobs]
+            output = WindowOutput(choice.token_ids, sum(logprobs) / max(1, len(logprobs)))
+            if self._fields.response_format == "verbose_json" or (output.may_be_silence and not self._sends_tokens):
+                output = output._replace(no_speech=await self._no_speech(features, digest))
+            segments = transcript.add_window(output)
+            if self._fields.stream and not self._sends_tokens:
+                await self._send("".join(segment.text for segment in segments))
+
+    async def _task_ids(self) -> tuple[int, ...]:
+        processing = self._processing
+        task_id = processing.transcribe_id if self._task == "transcribe" else processing.translate_id
+        if not processing.languages or task_id is None:
+            return ()
+        if self._fields.language is None:
+            features, digest = self._recording.window(0.0)
+            ids = processing.languages
+            choice = await self._asked(
+                AudioPrompt(features=features, digest=digest, token_ids=(processing.start_id,)),
+                SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=tuple(ids.values())),
+            )
+            self._language = next((code for code, one in ids.items() if one in choice.token_ids), "en")
+        return processing.languages[self._language], task_id
+
+    async def _prompt_ids(self) -> Sequence[int]:
+        prompt = (self._fields.prompt or "").strip()
+        if not prompt:
+            return ()
+        end = " " + prompt[-4 * self._processing.tokens_max :]  # The model reads only the end of a long prompt.
+        return await self._context.engine.encode(end, add_special_tokens=False)
+
+    async def _no_speech(self, features: object, digest: bytes) -> float:
+        """Return the probability that nobody speaks in a window. Its encoder output is cached."""
+        processing = self._processing
+        choice = await self._asked(
+            AudioPrompt(features=features, digest=digest, token_ids=(processing.start_id,)),
+            SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=(processing.no_speech_id,), logprobs=0),
+        )
+        return math.exp(choice.logprobs[0].logprob)
+
+    async def _asked(self, prompt: AudioPrompt, sampling: SamplingParams, *, sends: bool = False) -> Choice:
+        context, choice = self._context, Choice()
+
+        async def take(_: int, delta: Delta) -> None:
+            context.response_bound.take(delta)
+            choice.take(delta)
+            if sends:
+                await self._send(delta.text)
+
+        deadlines = self._clock.rest(is_first=not context.streams)
+        self._text_tokens += len(prompt.token_ids)
+        async with context.generate(prompt, sampling, self._fields, deadlines) as stream:
+            if self._fields.stream and not context.exchange.started:
+                await context.begin_events(lambda: wait_until_begun(stream), context.start_events)
+            await read_streams([stream], take, keep_alive=context.keep_alive if self._fields.stream else None)
+        return choice
+
+    async def _send(self, text: str) -> None:
+        if not self._is_spoken:
+            text = text.lstrip()
+        if text:
+            self._is_spoken = True
+            await self._context.exchange.send(event("transcript.text.delta", types.TranscriptDelta(delta=text)))
+
+    @property
+    def _result(self) -> Transcript:
+        assert self._transcript is not None, "the transcript is not complete"
+        return self._transcript
+
+    def whole(self) -> types.Transcription:
+        """Return the body of a response in JSON."""
+        response = types.Transcription(text=self._result.text, usage=types.DurationUsage(seconds=self._seconds))
+        if self._fields.response_format == "verbose_json":
+            response.task, response.language, response.duration = self._task, self._language, self._seconds
+            response.segments = [self._shown(number, one) for number, one in enumerate(self._result.segments)]
+        return response
+
+    def _shown(self, number: int, segment: Segment) -> types.TranscriptionSegment:
+        return types.TranscriptionSegment(
+            id=number,
+            seek=round(100 * segment.window_start),
+            start=round(segment.start, 2),
+            end=round(segment.end, 2),
+            text=segment.text,
+            tokens=list(segment.token_ids),
+            temperature=self._fields.temperature,
+            avg_logprob=segment.output.logprob,
+            compression_ratio=segment.compression_ratio,
+            no_speech_prob=segment.output.no_speech or 0.0,
+        )
+
+    def written(self) -> str:
+        """Return the body of a response in another format."""
+        segments = self._result.segments
+        match self._fields.response_format:
+            case "srt":
+                return srt(segments)
+            case "vtt":
+                return vtt(segments)
+            case _:
+                return self._result.text + "\n"
+
+    def done(self) -> types.TranscriptDone:
+        """Return the last event of a stream."""
+        usage = usage_of(self._context.streams)
+        return types.TranscriptDone(
+            text=self._result.text,
+            usage=types.TokensUsage(
+                input_tokens=usage.prompt_tokens,
+                output_tokens=usage.completion_tokens,
+                total_tokens=usage.total_tokens,
+                input_token_details=types.InputTokenDetails(
+                    audio_tokens=usage.prompt_tokens - self._text_tokens, text_tokens=self._text_tokens
+                ),
+            ),
+        )
+
+
+_FORM = (
+    f'The part "file" is {AUDIO_FORMATS}. Longer recordings than a window are read window by window. Fields that are '
+    "not listed here are ignored. With response_format text, srt or vtt, the response is plain text."
+)
+
+OPERATIONS: tuple[Operation[ServerContext], ...] = tuple(
+    Operation(
+        method="POST",
+        path=path,
+        handler=handler,
+        summary=summary,
+        forwarding=Forwarding.BY_MODEL,
+        description=_FORM,
+        body=TranscriptionForm,
+        body_media="multipart/form-data",
+        ranges=types.RANGES,
+        response=types.Transcription,
+        named_events=(types.TranscriptDelta, types.TranscriptDone),
+        errors=GENERATES,
+        takes_deadlines=True,
+    )
+    for path, handler, summary in (
+        ("/v1/audio/transcriptions", create_transcription, "Transcribe a recording"),
+        ("/v1/audio/translations", create_translation, "Translate a recording into English"),
+    )
+)

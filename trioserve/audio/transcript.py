@@ -1,0 +1,228 @@
+"""The transcript of a recording: its segments, and where the next window begins (Whisper, arXiv 2212.04356, 4.5).
+
+A window's output has segments between two timestamps. The next window begins at the last timestamp, so text that the
+window cut off is transcribed again. The text of earlier windows is the prompt of the next one.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from trioserve.contracts.audio import TIMESTAMP_SECONDS, AudioProcessing
+
+__all__ = ["NO_SPEECH_MIN", "REST_SECONDS_MIN", "Segment", "Transcript", "WindowOutput", "srt", "vtt"]
+
+# The thresholds are those of Whisper.
+NO_SPEECH_MIN = 0.6
+SURE_LOGPROB_MIN = -1.0  # A window whose mean log probability is higher has speech in any case.
+COMPRESSION_RATIO_MAX = 2.4  # A text that zlib compresses better repeats itself.
+TEMPERATURE_MAX = 0.5  # A text that was sampled at a higher temperature is no prompt for the next window.
+
+ADVANCE_SECONDS_MIN = 1.0  # Without this minimum, timestamps near 0 could give a recording thousands of windows.
+REST_SECONDS_MIN = 0.1  # A shorter rest of a recording has no word. The model would invent one.
+
+
+class WindowOutput(NamedTuple):
+    """Output of the model for one window.
+
+    Attributes:
+        token_ids: sampled tokens, with timestamps and the end token.
+        logprob: mean log probability of a token.
+        no_speech: probability that nobody speaks. None if it was not computed.
+    """
+
+    token_ids: Sequence[int]
+    logprob: float
+    no_speech: float | None = None
+
+    @property
+    def may_be_silence(self) -> bool:
+        """True if the probability of no speech decides whether the window has text."""
+        return self.logprob <= SURE_LOGPROB_MIN
+
+
+class Segment(NamedTuple):
+    """A part of the transcript.
+
+    Attributes:
+        start, end: seconds of the recording.
+        window_start: first second of the window.
+        text: text, usually with a space before it.
+        token_ids: tokens of the segment, with timestamps.
+        output: output of the segment's window.
+    """
+
+    start: float
+    end: float
+    window_start: float
+    text: str
+    token_ids: tuple[int, ...]
+    output: WindowOutput
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of the text divided by its bytes as zlib compresses them."""
+        return compression_ratio(self.text)
+
+
+class Transcript:
+    """The transcript of one recording, window by window.
+
+    Args:
+        processing: tokens and window of the model.
+        text_of: decodes tokens without special tokens.
+        seconds: length of the recording.
+        task_ids: tokens after the start token: language and task. Empty for a model of English only.
+        prompt_ids: text tokens that precede the transcript. The last ones are used.
+        temperature: temperature with which the windows are sampled.
+        has_timestamps: True if the windows' output has timestamps. A recording that is longer than a window needs them.
+
+    Attributes:
+        position: first second of the next window.
+        segments: all segments so far.
+    """
+
+    def __init__(
+        self,
+        processing: AudioProcessing,
+        text_of: Callable[[Sequence[int]], str],
+        *,
+        seconds: float,
+        task_ids: Sequence[int] = (),
+        prompt_ids: Sequence[int] = (),
+        temperature: float = 0.0,
+        has_timestamps: bool = True,
+    ) -> None:
+        assert has_timestamps or seconds <= processing.window_seconds, "long recordings need timestamps"
+        self._processing = processing
+        self._text_of = text_of
+        self._seconds = seconds
+        self._task_ids = tuple(task_ids)
+        self._previous_ids = self._texts(prompt_ids)
+        self._temperature = temperature
+        self._has_timestamps = has_timestamps
+        self.position = 0.0
+        self.segments: list[Segment] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return self._seconds - self.position < REST_SECONDS_MIN
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        return "".join(segment.text for segment in self.segments).strip()
+
+    def window_prompt(self) -> tuple[int, ...]:
+        """Return the decoder's prompt for the next window. Earlier text takes up to half of the decoder's tokens."""
+        processing = self._processing
+        previous = self._previous_ids[-(processing.tokens_max // 2 - 1) :]
+        end = () if self._has_timestamps else (processing.no_timestamps_id,)
+        return (
+            *((processing.previous_id, *previous) if previous else ()),
+            processing.start_id,
+            *self._task_ids,
+            *end,
+        )
+
+    def add_window(self, output: WindowOutput) -> list[Segment]:
+        """Accept the output of the window at `position`, and advance to the next one.
+
+        Args:
+            output: output of the model.
+
+        Returns:
+            The new segments.
+        """
+        start = self.position
+        rest = min(self._processing.window_seconds, self._seconds - start)
+        if output.may_be_silence and output.no_speech is not None and output.no_speech > NO_SPEECH_MIN:
+            self.position = start + rest
+            return []
+        pieces, advance = self._cut([one for one in output.token_ids if one != self._processing.end_id], rest)
+        segments = [
+            Segment(start + first, start + end, start, text, tuple(ids), output)
+            for first, end, ids in pieces
+            if (text := self._text_of(self._texts(ids))).strip() and (end > first or not self._has_timestamps)
+        ]
+        self.segments += segments
+        self.position = start + max(advance, min(ADVANCE_SECONDS_MIN, rest))
+        text = "".join(segment.text for segment in segments)
+        if self._temperature > TEMPERATURE_MAX or compression_ratio(text) > COMPRESSION_RATIO_MAX:
+            self._previous_ids = ()
+        else:
+            new_ids = [one for segment in segments for one in self._texts(segment.token_ids)]
+            self._previous_ids = (*self._previous_ids, *new_ids)[-self._processing.tokens_max :]
+        return segments
+
+    def _texts(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Leave out timestamps and control tokens, all of which follow the end token."""
+        return tuple(one for one in token_ids if one < self._processing.end_id)
+
+    def _cut(self, token_ids: list[int], rest: float) -> tuple[list[tuple[float, float, list[int]]], float]:
+        """Cut a window's tokens between two adjacent timestamps.
+
+        Returns:
+            Start, end and tokens of each segment, in seconds of the window, and the seconds to the next window.
+        """
+        first_id = self._processing.timestamp_first_id
+        is_time = [one >= first_id for one in token_ids]
+        times = [(one - first_id) * TIMESTAMP_SECONDS for one in token_ids]
+        cuts = [place for place in range(1, len(token_ids)) if is_time[place - 1] and is_time[place]]
+        if not cuts:
+            last = max((time for time, is_one in zip(times, is_time, strict=True) if is_one), default=0.0)
+            return [(0.0, min(last, rest) or rest, token_ids)], rest
+        ends_with_one = is_time[-2:] == [False, True]  # Then no speech follows in this window.
+        if ends_with_one:
+            cuts.append(len(token_ids))
+        pieces = [
+            (min(times[first], rest), min(times[end - 1], rest), token_ids[first:end])
+            for first, end in zip([0, *cuts], cuts, strict=False)
+        ]
+        return pieces, rest if ends_with_one else min(times[cuts[-1] - 1], rest)
+
+
+def compression_ratio(text: str) -> float:
+    """Return the bytes of a text divided by its bytes as zlib compresses them. 0 for an empty text.
+
+    Args:
+        text: the text.
+    """
+    data = text.encode("utf-8", "replace")
+    return len(data) / len(zlib.compress(data))
+
+
+def srt(segments: Sequence[Segment]) -> str:
+    """Write segments as SubRip subtitles.
+
+    Args:
+        segments: all segments.
+    """
+    return "".join(
+        f"{number}\n{_time(one.start, ',')} --> {_time(one.end, ',')}\n{_line(one.text)}\n\n"
+        for number, one in enumerate(segments, start=1)
+    )
+
+
+def vtt(segments: Sequence[Segment]) -> str:
+    """Write segments as WebVTT subtitles.
+
+    Args:
+        segments: all segments.
+    """
+    return "WEBVTT\n\n" + "".join(
+        f"{_time(one.start, '.')} --> {_time(one.end, '.')}\n{_line(one.text)}\n\n" for one in segments
+    )
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).replace("-->", "->")  # An arrow or an empty line would end the subtitle.
+
+
+def _time(seconds: float, point: str) -> str:
+    milliseconds = math.floor(seconds * 1000 + 0.5)
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{point}{milliseconds % 1000:03}"
