@@ -85,6 +85,8 @@ class Family:
         spellings: names of fields in this family's config.json, by the usual names.
         defaults: values of fields that are missing in config.json. Lists only fields for which transformers has an
             unusual default in this family.
+        saved_as: name of a family with the same models, whose names transformers writes when it saves a checkpoint
+            again. None: transformers writes this family's names.
         notes: fields of this family's config.json that do not change the computation, in addition to the fields that
             loading/fields.py lists for all families.
     """
@@ -99,6 +101,7 @@ class Family:
     text_defaults: Mapping[str, object] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
+    saved_as: str | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -9,6 +9,8 @@ In OLMo Hybrid, three of four layers have the gated delta rule, with norms befor
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
@@ -16,7 +18,7 @@ from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import DeltaNetConfig, LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["FLEX_OLMO", "OLMO", "OLMO2", "OLMO3", "OLMOE", "OLMO_HYBRID"]
+__all__ = ["FLEX_OLMO", "OLMO", "OLMO2", "OLMO3", "OLMOE", "OLMO_HYBRID", "OLMO_HYBRID_SAVED"]
 
 
 def _describe_olmo(fields: ModelFields) -> ModelConfig:
@@ -149,6 +151,7 @@ OLMO_HYBRID = Family(
     name="olmo_hybrid",
     classes=("OlmoHybridForCausalLM",),
     model_type="olmo_hybrid",
+    saved_as="olmo_hybrid_saved",
     notes=("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"),
     describe=_describe_hybrid,
     transformers=Naming(
@@ -165,6 +168,17 @@ OLMO_HYBRID = Family(
             "state.rates": "linear_attn.A_log",
             "state.time_step_bias": "linear_attn.dt_bias",
         }
+    ),
+)
+# transformers gives a norm of attention layers the name that only other layers have in the authors' files.
+OLMO_HYBRID_SAVED = dataclasses.replace(
+    OLMO_HYBRID,
+    name="olmo_hybrid_saved",
+    classes=(),
+    saved_as=None,
+    transformers=dataclasses.replace(
+        OLMO_HYBRID.transformers,
+        modules={**OLMO_HYBRID.transformers.modules, "attention_output_norm": "feedforward_layer_norm"},
     ),
 )
 FLEX_OLMO = Family(

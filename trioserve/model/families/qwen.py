@@ -17,7 +17,18 @@ from trioserve.model.families.model_fields import ModelFields, windowed_layers
 from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["MELLUM", "QWEN2", "QWEN25_VL", "QWEN2_MOE", "QWEN2_VL", "QWEN3", "QWEN3_MOE", "QWEN3_VL", "QWEN3_VL_MOE"]
+__all__ = [
+    "MELLUM",
+    "QWEN2",
+    "QWEN25_VL",
+    "QWEN2_MOE",
+    "QWEN2_VL",
+    "QWEN3",
+    "QWEN3_MOE",
+    "QWEN3_VL",
+    "QWEN3_VL_MOE",
+    "QWEN3_VL_MOE_SAVED",
+]
 
 
 def _describe_qwen2(fields: ModelFields) -> ModelConfig:
@@ -214,6 +225,7 @@ QWEN3_VL_MOE = Family(
     name="qwen3_vl_moe",
     classes=(),
     model_type="qwen3_vl_moe_text",
+    saved_as="qwen3_vl_moe_saved",
     defaults={"num_key_value_heads": 16, "rope_theta": 500_000.0},
     describe=_describe_qwen3_vl_moe,
     transformers=Naming(
@@ -235,6 +247,14 @@ QWEN3_VL_MOE = Family(
         "num_experts_per_tok": 4,
         "tie_word_embeddings": True,
     },
+)
+# The matrices of experts are transposed in the authors' files only.
+QWEN3_VL_MOE_SAVED = replace(
+    QWEN3_VL_MOE,
+    name="qwen3_vl_moe_saved",
+    with_images=(),
+    saved_as=None,
+    transformers=replace(QWEN3_VL_MOE.transformers, turned=()),
 )
 MELLUM = Family(
     name="mellum",

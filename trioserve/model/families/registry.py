@@ -50,7 +50,7 @@ from trioserve.model.families.mamba2 import BAMBA, MAMBA2
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
 from trioserve.model.families.mixtral import DBRX, MINIMAX_M2, MIXTRAL
 from trioserve.model.families.nemotron_h import NEMOTRON_H
-from trioserve.model.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
+from trioserve.model.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMO_HYBRID_SAVED, OLMOE
 from trioserve.model.families.phi import PHI3
 from trioserve.model.families.qwen import (
     MELLUM,
@@ -61,6 +61,7 @@ from trioserve.model.families.qwen import (
     QWEN3_MOE,
     QWEN3_VL,
     QWEN3_VL_MOE,
+    QWEN3_VL_MOE_SAVED,
     QWEN25_VL,
 )
 from trioserve.model.families.qwen_next import QWEN3_NEXT, QWEN35, QWEN35_MOE
@@ -149,6 +150,7 @@ FAMILIES: tuple[Family, ...] = (
     JAMBA,
     NEMOTRON_H,
     OLMO_HYBRID,
+    OLMO_HYBRID_SAVED,
     QWEN3_NEXT,
     QWEN35,
     QWEN35_MOE,
@@ -172,6 +174,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN25_VL,
     QWEN3_VL,
     QWEN3_VL_MOE,
+    QWEN3_VL_MOE_SAVED,
     SOLAR_OPEN,
     DOTS1,
     GPT_OSS,

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Naming
@@ -48,6 +49,7 @@ __all__ = [
     "FurtherLayers",
     "Shape",
     "TensorPlace",
+    "as_saved",
     "match_tensors",
     "outside_name",
     "tensor_places",
@@ -656,6 +658,22 @@ def tensor_places(
         if place.is_transposed:
             shapes[place.name] = (math.prod(shapes[place.name]) // place.rows_shape[1], place.rows_shape[1])
     return places, shapes
+
+
+def as_saved(config: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
+    """Return the config with the family whose names and shapes a checkpoint's tensors have.
+
+    Args:
+        config: model.
+        found: shapes of the files' tensors, by the files' names in transformers' format.
+    """
+    other = family_named(config.family).saved_as
+    if other is None:
+        return config
+    saved = structs.replace(config, family=other)
+    _, shapes = tensor_places(saved, TRANSFORMERS, found)
+    fits = all(name in found and _holds(found[name], shape) for name, shape in shapes.items())
+    return saved if fits else config
 
 
 def match_tensors(

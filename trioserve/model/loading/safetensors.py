@@ -31,6 +31,7 @@ from trioserve.model.loading.names import (
     TRANSFORMERS,
     FurtherLayers,
     Shape,
+    as_saved,
     match_tensors,
     outside_name,
     tensor_shapes,
@@ -150,6 +151,7 @@ class SafetensorsCheckpoint:
         self._matrices = matrices
         self._stored: dict[str, FurtherTensor] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        self.config = as_saved(self.config, shapes)
         mlps = (layer.mlp for layer in self.config.layers)
         self._has_shared_experts = any(isinstance(mlp, ExpertsConfig) and mlp.shared_size for mlp in mlps)
         further = Fields(config, "config.json").whole_or("num_nextn_predict_layers", 0)
