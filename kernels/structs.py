@@ -282,7 +282,7 @@ class StepStruct(ctypes.Structure):
         ("masks_filled", _pointer),
         ("given_rows", _pointer),
         ("given_values", _pointer),
-        ("given_count", _int),
+        *((name, _int) for name in ("given_count", "given_width")),
         ("positions", _pointer),
         ("row_ends", _pointer),
     )

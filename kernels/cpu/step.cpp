@@ -455,7 +455,7 @@ void Engine::plan_rows(const Model& model, const Step& step) {
     chunk_of_row_.clear();
     given_of_row_.assign(step.given_count ? step.row_count : 0, nullptr);
     for (int32_t given = 0; given < step.given_count; given++)
-        given_of_row_[step.given_rows[given]] = step.given_values + given * model.hidden_size;
+        given_of_row_[step.given_rows[given]] = step.given_values + given * step.given_width;
     for (int32_t index = 0; index < step.chunk_count; index++) {
         chunks_.push_back({int64_t(chunk_of_row_.size()), step.chunk_counts[index], step.chunk_starts[index],
                            step.tables + step.table_firsts[index],
@@ -1830,10 +1830,22 @@ bool Engine::compute(const Model& model, const Step& step) {
                 finish(first_row, count, first_block, blocks, sums);
             };
         };
+        // Adds what images give to the output of a layer.
+        const auto add_given = [&](int32_t index) {
+            if ((index + 2) * hidden_size > step.given_width) return;
+            for (int64_t row; (row = team.take_share(thread, rows)) >= 0;) {
+                if (given_of_row_[row] == nullptr) continue;
+                const float* given = given_of_row_[row] + (index + 1) * hidden_size;
+                float* to = hidden + row * hidden_size;
+                for (int64_t n = 0; n < hidden_size; n += LANES) store(to + n, add(load(to + n), load(given + n)));
+            }
+            team.meet();
+        };
         for (int32_t index = 0; index < model.layer_count; index++) {
             const Layer& layer = model.layers[index];
             T* pages = static_cast<T*>(step.pages[index]);
             const AttentionShape shape = shape_of(model, layer);
+            if (index > 0) add_given(index - 1);
             // If the parts of attention and MLP are added at the same time, one sum of ranks is enough. If a norm follows, it
             // applies to the sum of the parts. Otherwise the first rank adds its part to the hidden state, and the other
             // ranks add theirs to zeros.
@@ -1987,6 +1999,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                            total_scale);
             if (layer.streams != nullptr) correct_streams(thread, model, index, hidden, outputs, normed);
         }
+        add_given(model.layer_count - 1);
         if (has_streams) end_streams(thread, model, hidden, outputs, normed);
         if (sampled == 0) return;
         if (thread == 0)

@@ -221,8 +221,8 @@ struct Step {
     const AdapterLayer* const* adapters;  // [chunks], the layers of each chunk's adapter, or null. Null without adapters.
     const int32_t* masks_filled;   // 0 until all masks may be read. Null without masks.
     const int32_t* given_rows;     // [given], rows with given values instead of embeddings, in any order, without duplicates
-    const float* given_values;     // [given, hidden_size]
-    int32_t given_count;
+    const float* given_values;     // [given, given_width], see StepRows
+    int32_t given_count, given_width;
     const int32_t* positions;      // [rows][3], positions that rotate queries and keys. Null: the index in the sequence.
     const int32_t* row_ends;       // [rows], position after the last token that a row sees, never decreasing in a chunk, or null
 };

@@ -84,6 +84,7 @@ def test_blocks_with_equal_contents_and_different_grids_differ() -> None:
     assert rows_material((wide,), 0, 4) != rows_material((high,), 0, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
 def test_logprobs_after_images_equal_those_of_transformers(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType

@@ -29,8 +29,10 @@ from trioserve.model.vision.qwen_vl import QwenVLConfig
 from trioserve.testing.accounting import assert_all_free
 from trioserve.vision.families.qwen_vl import QwenVLProcessing
 
+pytestmark = pytest.mark.slow
+
 LOGPROB_TOLERANCE = 1e-3
-KINDS = ("qwen2_5_vl",)
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def image_file(width: int, height: int, seed: int = 0) -> bytes:
@@ -146,6 +148,26 @@ async def test_logprobs_of_images_equal_those_of_transformers(
         for row, entry in enumerate(entries, start=len(wanted) - len(entries)):
             for token, logprob in ((entry.token_id, entry.logprob), *entry.top):
                 assert logprob == pytest.approx(float(wanted[row, token]), abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+async def test_ranks_give_the_response_of_one_process(
+    size: str, cpu_kernels: str, qwen_checkpoint: Callable[[str], Path]
+) -> None:
+    prompt = ChatPrompt(messages=messages([image_file(31, 90), image_file(120, 9, seed=1)]))
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    found = []
+    for count in (1, 2):
+        options: dict[str, Any] = {"cpu_kernels": cpu_kernels, "max_num_batched_tokens": 23, "max_num_seqs": 4}
+        options |= {size: count, "threads": 2}
+        async with (
+            open_engine(str(qwen_checkpoint("qwen3_vl")), dtype="float32", **options) as engine,
+            engine.generate(prompt, greedy) as stream,
+        ):
+            entries = [entry async for delta in stream for entry in delta.logprobs]
+            assert stream.prompt_logprobs is not None
+            found.append([entry.logprob for entry in (*stream.prompt_logprobs[1:], *entries) if entry])
+    assert found[0] == pytest.approx(found[1], abs=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -627,6 +627,7 @@ class Decoder:
         hidden = self._embedded(step, sums) if begun is None else begun
         angles = {rotary: angles.cos_sin(step.positions) for rotary, angles in self._rotaries.items()}
         product = None
+        deep = self._deep_rows(step) if begun is None else []
         memories = (None,) * len(self._layers) if states is None else states.buffers
         keys_values: dict[int, Tensor] = {}
         streams = None if self._streams is None else self._streams.begin(hidden, step.token_ids)
@@ -655,6 +656,9 @@ class Decoder:
             if layer.scale is not None:
                 _added(hidden, product, None).mul_(layer.scale)
                 product = None
+            if index < len(deep):
+                rows, values = deep[index]
+                (hidden if product is None else product).index_add_(0, rows, values.to(hidden.dtype))
         if self._streams is not None and streams is not None:
             result = self._streams.combine(streams)
         else:
@@ -662,6 +666,14 @@ class Decoder:
         if tapped is not None and len(self._layers) in tapped_layers:
             tapped[len(self._layers)] = result
         return result
+
+    def _deep_rows(self, step: StepTensors) -> list[tuple[Tensor, Tensor]]:
+        """Return what is added to the output of each of the first layers: indexes of rows, and values."""
+        if step.given is None:
+            return []
+        rows, values = step.given
+        size = self.config.hidden_size
+        return [(rows, values[:, first : first + size]) for first in range(size, values.shape[1], size)]
 
     def _embedded(self, step: StepTensors, sums: RankSums) -> Tensor:
         assert self._embedding is not None, "another stage has the embedding"
@@ -675,7 +687,8 @@ class Decoder:
         if self._embedding_norm is not None:
             hidden = self._embedding_norm(hidden)
         if step.given is not None:
-            hidden.index_copy_(0, step.given[0], step.given[1].to(hidden.dtype))
+            values = step.given[1][:, : hidden.shape[1]]
+            hidden.index_copy_(0, step.given[0], values.to(hidden.dtype))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

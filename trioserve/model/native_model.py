@@ -390,7 +390,7 @@ class NativeModel:
         needs_hidden = bool(with_logprobs or pooling) or last in self.tapped_layers or not has_head
         hidden = np.empty((arrays.row_count if needs_hidden else 0, self.config.hidden_size), dtype=np.float32)
         if begun is None:
-            given = given_rows(chunks, arrays.first_rows, self.config.hidden_size)
+            given = given_rows(chunks, arrays.first_rows)
         else:
             given = StepRows(np.arange(arrays.row_count, dtype=np.int32), begun)
         positions = None if self._axes is None else _grid_positions(chunks)
@@ -399,6 +399,7 @@ class NativeModel:
             row_ends=None if ends is None else address(ends),
             row_count=arrays.row_count,
             given_count=0 if given is None else len(given.rows),
+            given_width=0 if given is None else given.values.shape[1],
             given_rows=None if given is None else address(given.rows),
             given_values=None if given is None else address(given.values),
             positions=None if positions is None else address(positions),

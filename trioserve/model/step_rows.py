@@ -41,20 +41,21 @@ class StepRows(NamedTuple):
 
     Attributes:
         rows: int32 [n], row indexes in the step, ascending within a chunk.
-        values: float32 [n, hidden_size], C-contiguous.
+        values: float32 [n, width], C-contiguous. The first hidden_size numbers replace the embedding. Each further
+            hidden_size numbers are added to the output of a layer, in the order of the layers (DeepStack, arXiv
+            2406.04334).
     """
 
     rows: npt.NDArray[np.int32]
     values: Float32Array
 
 
-def given_rows(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], hidden_size: int) -> StepRows | None:
+def given_rows(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int]) -> StepRows | None:
     """Collect the given embeddings of all chunks.
 
     Args:
         chunks: chunks of the step.
         first_rows: first row of each chunk in the step.
-        hidden_size: size of one embedding.
 
     Returns:
         The given rows, or None if every row uses the embedding of its token.
@@ -67,7 +68,7 @@ def given_rows(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], hidd
             if start >= end:
                 continue
             # mypy does not know that the values have a buffer.
-            own = np.frombuffer(given.values, dtype=np.float32).reshape(given.count, hidden_size)  # type: ignore[call-overload]
+            own = np.frombuffer(given.values, dtype=np.float32).reshape(given.count, -1)  # type: ignore[call-overload]
             rows.append(np.arange(start, end, dtype=np.int32) - np.int32(chunk.start - first_row))
             values.append(own[start - given.start : end - given.start])
     if not rows:

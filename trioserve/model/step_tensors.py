@@ -359,7 +359,7 @@ class StepTensors:
         attention: attention tensors by kind of attention.
         first_rows: first row of each chunk, in the order of the given chunks.
         states: state slots to read and write. None for a model without states.
-        given: indexes of rows with given embeddings, int64 [n], and these embeddings, float32 [n, hidden_size].
+        given: indexes of rows with given embeddings, int64 [n], and these embeddings, float32 [n, width], see StepRows.
         adapters: rows that use an adapter. None if no row uses an adapter.
         sections: attention tensors by section.
         encoded: rows of encoders that are no rows of the step. None if the step has no such rows.
@@ -439,7 +439,7 @@ def _decoder_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending
         attention=attention,
         first_rows=tuple(first_rows),
         states=_state_steps(chunks, first_rows, sending) if chunks[0].states else None,
-        given=_given(chunks, first_rows, shape, sending),
+        given=_given(chunks, first_rows, sending),
         sections=sections,
     )
 
@@ -505,7 +505,7 @@ def _encoded_rows(
     if not count:
         return None
     rows = np.zeros((count, shape.hidden_size), dtype=np.float32)
-    given = given_rows(chunks, first_rows, shape.hidden_size)
+    given = given_rows(chunks, first_rows)
     if given is not None:
         rows[given.rows] = given.values
     return EncodedRows(sending.add(np.concatenate(slots)), sending.add(rows))
@@ -560,9 +560,9 @@ def _state_steps(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], se
 
 
 def _given(
-    chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], shape: StepShape, sending: Sending
+    chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], sending: Sending
 ) -> tuple[Tensor, Tensor] | None:
-    found = given_rows(chunks, first_rows, shape.hidden_size)
+    found = given_rows(chunks, first_rows)
     return None if found is None else (sending.add(found.rows.astype(np.int64)), sending.add(found.values))
 
 

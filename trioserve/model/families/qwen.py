@@ -1,7 +1,7 @@
 """Qwen2 and 2.5: a Llama with biases. Qwen3: norms on query and key heads. Both may have sliding windows or experts.
 
-In a Qwen2 with experts, a shared expert also computes every token. The language models of Qwen2.5-VL and Qwen3-VL are
-a Qwen2 and a Qwen3 in which tokens of images have three positions (M-RoPE).
+In a Qwen2 with experts, a shared expert also computes every token. The language models of Qwen2-VL, Qwen2.5-VL
+and Qwen3-VL are a Qwen2 or a Qwen3 in which tokens of images have three positions (M-RoPE).
 """
 
 from __future__ import annotations
@@ -113,31 +113,30 @@ def _with_axes(fields: ModelFields, attention: AttentionConfig, *, alternates: b
     return msgspec.structs.replace(attention, rotary=rotary)
 
 
-QWEN25_VL = Family(
-    name="qwen2_5_vl",
-    classes=(),
-    model_type="qwen2_5_vl_text",
-    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": 4096},
-    describe=lambda fields: _described(fields, "qwen2_5_vl", _with_axes(fields, fields.attention(has_bias=True))),
-    with_images=("Qwen2_5_VLForConditionalGeneration",),
-    text_defaults={
-        "vocab_size": 152_064,
-        "hidden_size": 8192,
-        "intermediate_size": 29_568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 32_768,
-        "max_window_layers": 80,
-        "bos_token_id": 151_643,
-    },
-)
-QWEN2_VL = replace(
-    QWEN25_VL,
-    name="qwen2_vl",
-    model_type="qwen2_vl_text",
-    describe=lambda fields: _described(fields, "qwen2_vl", fields.attention(has_bias=True)),
-    with_images=("Qwen2VLForConditionalGeneration", "Tarsier2ForConditionalGeneration"),
-)
+def _qwen2_vl(name: str, *with_images: str) -> Family:
+    """Return the language model of Qwen2-VL or Qwen2.5-VL. Both are equal."""
+    return Family(
+        name=name,
+        classes=(),
+        model_type=f"{name}_text",
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": 4096},
+        describe=lambda fields: _described(fields, name, _with_axes(fields, fields.attention(has_bias=True))),
+        with_images=with_images,
+        text_defaults={
+            "vocab_size": 152_064,
+            "hidden_size": 8192,
+            "intermediate_size": 29_568,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "max_position_embeddings": 32_768,
+            "max_window_layers": 80,
+            "bos_token_id": 151_643,
+        },
+    )
+
+
+QWEN2_VL = _qwen2_vl("qwen2_vl", "Qwen2VLForConditionalGeneration", "Tarsier2ForConditionalGeneration")
+QWEN25_VL = _qwen2_vl("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")
 QWEN3_VL = Family(
     name="qwen3_vl",
     classes=(),

@@ -102,6 +102,8 @@ class StageCheckpoint:
         self.continues_texts: bool = checkpoint.continues_texts
         self.vision: VisionPart | None = checkpoint.vision
         self.audio: AudioPart | None = None  # Models with an encoder are not divided.
+        if self.vision is not None:
+            _check_deep_layers(self.vision.processing.embedding_size // self.config.hidden_size - 1, runs[0][1])
         self.sampling_defaults: Mapping[str, float | int] = checkpoint.sampling_defaults
 
     def tensors(self) -> Iterator[StoredTensor]:
@@ -132,6 +134,15 @@ class StageCheckpoint:
         in_first, in_last = path[0] in EMBEDDING, path[0] in HEAD or (path[0] == "embed" and is_tied)
         assert in_first or in_last, f"no stage is defined for {name}"
         return name if (in_first and self.config.has_embedding) or (in_last and self.config.has_head) else None
+
+
+def _check_deep_layers(deep_count: int, layer_count: int) -> None:
+    """Check that all layers to whose outputs images add rows are in the first stage, which gets the images."""
+    if deep_count > layer_count:
+        raise StartupError(
+            f"images change the outputs of the first {deep_count} layers, but the first stage has only {layer_count} "
+            "layers: lower --pipeline-parallel-size"
+        )
 
 
 def stage_adapter(whole: AdapterWeights, checkpoint: StageCheckpoint) -> AdapterWeights:

@@ -19,7 +19,7 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.gemma3 import read_gemma3
 from trioserve.model.vision.idefics3 import read_idefics3
-from trioserve.model.vision.qwen_vl import read_qwen2_5_vl
+from trioserve.model.vision.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
 from trioserve.vision.families.registry import ImageProcessing
 
 __all__ = ["IMAGE_FAMILIES", "VisionPart"]
@@ -28,7 +28,10 @@ _Read: TypeAlias = Callable[[Path, Fields, ModelConfig], tuple[VisionConfig, Ima
 IMAGE_FAMILIES: dict[str, _Read] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Idefics3ForConditionalGeneration": read_idefics3,
+    "Qwen2VLForConditionalGeneration": read_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": read_qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl,
     "SmolVLMForConditionalGeneration": read_idefics3,
 }
 """Classes in config.json whose image part is supported. Of other classes only the text part is served."""

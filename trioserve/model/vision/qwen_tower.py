@@ -155,7 +155,7 @@ class _Layer:
         self._qkv, self._output = tower.linear(f"{name}.attn.qkv"), tower.linear(f"{name}.attn.proj")
         *self._inner, self._down = [tower.linear(f"{name}.{part}") for part in config.mlp_names]
         self._norms = [tower.norm(f"{name}.norm{number}") for number in (1, 2)]
-        self._activate = ACTIVATIONS[config.activation]
+        self._activate = _quick_gelu if config.activation == "quick_gelu" else ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: Tensor, places: _Places) -> Tensor:
         qkv = self._qkv(self._norms[0](hidden)).view(len(hidden), 3, self._head_count, -1)
@@ -188,6 +188,10 @@ class _Merger:
             hidden = hidden.view(-1, self._size)
         squares = self._norm(hidden).view(-1, self._size)
         return self._second(functional.gelu(self._first(squares)))
+
+
+def _quick_gelu(values: Tensor) -> Tensor:
+    return values * torch.sigmoid(1.702 * values)
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

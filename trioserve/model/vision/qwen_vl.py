@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.layer_config import Activation
 from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
 from trioserve.model.loading.names import Shape
 from trioserve.model.model_config import LAYERS_MAX, ModelConfig
@@ -22,13 +22,20 @@ from trioserve.model.vision.family import (
 )
 from trioserve.vision.families.qwen_vl import QwenVLProcessing
 
-__all__ = ["QwenVLConfig", "read_qwen2_5_vl"]
+__all__ = ["QwenVLConfig", "read_qwen2_5_vl", "read_qwen2_vl", "read_qwen3_vl"]
 
 Kind: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+QwenActivation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
 NORM_EPS = 1e-6
 # transformers computes with these colours unless the processor's file has others.
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_ACTIVATIONS: dict[str, QwenActivation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
 _NOTES = ("in_chans", "initializer_range", "spatial_patch_size", "tokens_per_second")
 
 
@@ -56,7 +63,7 @@ class QwenVLConfig(VisionConfig, frozen=True, kw_only=True, tag="qwen_vl"):
     patch_size: int
     frame_count: int
     merge_size: int
-    activation: Activation
+    activation: QwenActivation
     window_size: int | None = None
     whole_layers: tuple[int, ...] = ()
     positions_per_side: int = 0
@@ -80,12 +87,11 @@ class QwenVLConfig(VisionConfig, frozen=True, kw_only=True, tag="qwen_vl"):
             )
         if self.window_size is not None:
             check_range("vision_config", "number of rows in a window", self.window_size, IMAGE_SIZE_MAX)
-        for layer in self.deep_layers:
-            if not 0 <= layer < self.layer_count:
-                raise ModelLoadError(
-                    f"deepstack_visual_indexes in the vision_config has {layer}, but there are {self.layer_count} "
-                    "layers: the checkpoint's config is damaged"
-                )
+        if [layer for layer in range(self.layer_count) if layer in self.deep_layers] != list(self.deep_layers):
+            raise ModelLoadError(
+                f"deepstack_visual_indexes in the vision_config is {list(self.deep_layers)}, but must be ascending "
+                f"numbers of the {self.layer_count} layers: the checkpoint's config is damaged"
+            )
 
     @property
     def square(self) -> int:
@@ -145,8 +151,8 @@ class QwenVLConfig(VisionConfig, frozen=True, kw_only=True, tag="qwen_vl"):
         return shapes
 
 
-def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
-    """Read the config files.
+def read_qwen2_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
+    """Read the config files of Qwen2-VL.
 
     Args:
         directory: checkpoint directory.
@@ -154,38 +160,101 @@ def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple
         texts: config of the language model.
     """
     fields = vision_fields(outer)
-    patch_size, merge_size = fields.whole_or("patch_size", 14), fields.whole_or("spatial_merge_size", 2)
-    window = fields.whole_or("window_size", 112)
+    hidden_size = fields.whole_or("embed_dim", 1280)
     config = QwenVLConfig(
-        kind="qwen2_5_vl",
-        hidden_size=fields.whole_or("hidden_size", 3584),
-        intermediate_size=fields.whole_or("intermediate_size", 3420),
-        layer_count=fields.whole_or("depth", 32),
-        head_count=fields.whole_or("num_heads", 16),
-        patch_size=patch_size,
-        frame_count=fields.whole_or("temporal_patch_size", 2),
-        merge_size=merge_size,
-        activation=_activation(fields, "silu"),
-        window_size=window // max(merge_size, 1) // max(patch_size, 1),
-        whole_layers=fields.wholes("fullatt_block_indexes") or (7, 15, 23, 31),
-        output_size=texts.hidden_size,
+        kind="qwen2_vl",
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * fields.whole_or("mlp_ratio", 4),
+        activation=_activation(fields, "quick_gelu"),
+        **_shared(fields, texts, patch_size=14, layer_count=32, output_field="hidden_size"),
     )
     return config, _processing(directory, outer, config, fields)
 
 
-def _activation(fields: Fields, default: str) -> Activation:
-    activations: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
+    """Read the config files of Qwen2.5-VL.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    fields = vision_fields(outer)
+    shared = _shared(fields, texts, patch_size=14, layer_count=32)
+    window, square = fields.whole_or("window_size", 112), shared["patch_size"] * shared["merge_size"]
+    config = QwenVLConfig(
+        kind="qwen2_5_vl",
+        hidden_size=fields.whole_or("hidden_size", 3584),
+        intermediate_size=fields.whole_or("intermediate_size", 3420),
+        activation=_activation(fields, "silu"),
+        window_size=window // max(square, 1),
+        whole_layers=fields.wholes("fullatt_block_indexes") or (7, 15, 23, 31),
+        **shared,
+    )
+    return config, _processing(directory, outer, config, fields)
+
+
+def read_qwen3_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
+    """Read the config files of Qwen3-VL.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    fields = vision_fields(outer)
+    positions = fields.whole_or("num_position_embeddings", 2304)
+    if not (positions >= 1 and math.isqrt(positions) ** 2 == positions):
+        raise fields.wrong("num_position_embeddings", "a square")
+    deep_layers = fields.wholes("deepstack_visual_indexes") if "deepstack_visual_indexes" in fields else (8, 16, 24)
+    config = QwenVLConfig(
+        kind="qwen3_vl",
+        hidden_size=fields.whole_or("hidden_size", 1152),
+        intermediate_size=fields.whole_or("intermediate_size", 4304),
+        activation=_activation(fields, "gelu_pytorch_tanh"),
+        positions_per_side=math.isqrt(positions),
+        deep_layers=deep_layers,
+        **_shared(fields, texts, patch_size=16, layer_count=27),
+    )
+    if len(deep_layers) > texts.layer_count:
+        raise ModelLoadError(
+            f"deepstack_visual_indexes in the vision_config has {len(deep_layers)} layers, but the language model has "
+            f"only {texts.layer_count}: the checkpoint's config is damaged"
+        )
+    return config, _processing(directory, outer, config, fields)
+
+
+def _shared(
+    fields: Fields, texts: ModelConfig, *, patch_size: int, layer_count: int, output_field: str = "out_hidden_size"
+) -> dict[str, Any]:
+    """Read the fields that all kinds have.
+
+    Args:
+        patch_size, layer_count: values of missing fields.
+        output_field: field with the hidden_size of the language model.
+    """
+    if fields.whole_or("in_channels", 3) != 3:
+        raise fields.wrong("in_channels", "3")
+    if fields.whole_or(output_field, texts.hidden_size) != texts.hidden_size:
+        raise fields.wrong(output_field, f"{texts.hidden_size}, the hidden_size of the language model")
+    return {
+        "layer_count": fields.whole_or("depth", layer_count),
+        "head_count": fields.whole_or("num_heads", 16),
+        "patch_size": fields.whole_or("patch_size", patch_size),
+        "frame_count": fields.whole_or("temporal_patch_size", 2),
+        "merge_size": fields.whole_or("spatial_merge_size", 2),
+        "output_size": texts.hidden_size,
+    }
+
+
+def _activation(fields: Fields, default: str) -> QwenActivation:
     name = fields.text_or("hidden_act", default)
-    if name not in activations:
-        raise fields.wrong("hidden_act", " or ".join(activations))
-    return activations[name]
+    if name not in _ACTIVATIONS:
+        raise fields.wrong("hidden_act", " or ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[name]
 
 
 def _processing(directory: Path, outer: Fields, config: QwenVLConfig, fields: Fields) -> QwenVLProcessing:
-    if fields.whole_or("in_channels", 3) != 3:
-        raise fields.wrong("in_channels", "3")
-    if fields.whole_or("out_hidden_size", config.output_size) != config.output_size:
-        raise fields.wrong("out_hidden_size", f"the language model's hidden_size, {config.output_size}")
     _check_rope(fields)
     warn_of_unread("vision_config in config.json", unread_names(fields, _NOTES))
     images = processor_fields(directory)
