@@ -89,3 +89,58 @@ def test_tokens_and_logprobs_equal_those_of_transformers(
             for token, logprob in entry.top:
                 assert logprob == pytest.approx(float(wanted[row, token]), abs=TOLERANCE)
     runner.close()
+
+
+TIMES = 24  # First timestamp.
+HISTORIES = [
+    (),
+    (24,),
+    (24, 3),
+    (30, 3, 4, 31),
+    (30, 3, 4, 31, 31),
+    (24, 3, 40, 40, 5, 6),
+    (26, 26),
+    (3, 4),
+    (24, 3, 53),
+]
+
+
+@pytest.mark.parametrize("output", HISTORIES)
+@pytest.mark.parametrize("first_max", [None, 5])
+@pytest.mark.parametrize("lift", [-6.0, 0.0, 2.0])
+def test_tokens_that_rules_of_speech_allow_equal_those_of_transformers(
+    output: tuple[int, ...], first_max: int | None, lift: float
+) -> None:
+    from transformers import (
+        GenerationConfig,
+        SuppressTokensAtBeginLogitsProcessor,
+        SuppressTokensLogitsProcessor,
+        WhisperTimeStampLogitsProcessor,
+    )
+
+    from trioserve.contracts.audio import SpeechRules
+    from trioserve.model.sampler import follow_speech_rules_
+
+    rules = SpeechRules(
+        end_id=20,
+        no_timestamps_id=TIMES - 1,
+        has_timestamps=True,
+        first_timestamp_max=first_max,
+        suppressed_ids=(1, 2, 21),
+        begin_suppressed_ids=(5, 20),
+    )
+    prompt = [22, 21]
+    config = GenerationConfig(eos_token_id=20, no_timestamps_token_id=TIMES - 1, max_initial_timestamp_index=first_max)
+    processors = (
+        SuppressTokensAtBeginLogitsProcessor(rules.begin_suppressed_ids, len(prompt)),
+        SuppressTokensLogitsProcessor(rules.suppressed_ids),
+        WhisperTimeStampLogitsProcessor(config, begin_index=len(prompt)),
+    )
+    for seed in range(20):
+        logits = torch.randn(56, generator=torch.Generator().manual_seed(seed))
+        logits[TIMES:] += lift
+        wanted = logits[None].clone()
+        for processor in processors:
+            wanted = processor(torch.tensor([[*prompt, *output]]), wanted)
+        follow_speech_rules_(logits, rules, output)
+        assert torch.equal(logits, wanted[0])

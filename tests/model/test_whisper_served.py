@@ -189,3 +189,23 @@ async def test_options_that_the_model_does_not_support_are_refused(
     with pytest.raises(StartupError, match=words):
         async with open_engine(str(whisper), dtype="float32", **options):
             pass
+
+
+async def test_transcripts_follow_the_rules_of_speech(whisper: Path, tiny_whisper: ModuleType) -> None:
+    async with hearing(whisper) as engine:
+        audio = engine.model.audio
+        assert audio is not None
+        with_times = prompt(engine, 5, tiny_whisper.features(5), audio.start_id, audio.languages["en"])
+        for temperature in (0.0, 1.0):
+            sampling = SamplingParams(
+                temperature=temperature, seed=1, max_tokens=20, speech=audio.rules(has_timestamps=True)
+            )
+            tokens = await said(engine, with_times, sampling)
+            times = [token for token in tokens if token >= audio.timestamp_first_id]
+            assert times[0] == tokens[0] <= audio.timestamp_first_id + 10
+            assert times == sorted(times)
+            assert not set(tokens) & {*audio.suppressed_ids, audio.no_timestamps_id}
+        rules = audio.rules(has_timestamps=False)
+        tokens = await said(engine, prompt(engine, 5, tiny_whisper.features(5)), SamplingParams(speech=rules, seed=2))
+        assert not set(tokens) & set(audio.suppressed_ids)
+        assert tokens[0] not in audio.begin_suppressed_ids

@@ -1,9 +1,10 @@
 """Sampling from logits in torch: penalties, filters, logprobs. sampling.h follows the same rules.
 
-The order of operations is vLLM's: logit_bias, min_tokens, penalties, mask, temperature, min_p, top_k, top_p. Logprobs
-are computed before all of them. A filter either keeps all tokens of exactly equal probability or drops all of them, so
-the result does not depend on the order in which a sort puts equal numbers. Greedy sampling chooses the lowest id among
-equal logits. If the mask allows only end tokens, min_tokens has no effect, because a complete response cannot continue.
+The order of operations is vLLM's: logit_bias, min_tokens, penalties, mask, temperature, min_p, top_k, top_p. Rules of
+speech follow the penalties. They exist only here, because only torch computes models that hear. Logprobs are computed
+before all of them. A filter either keeps all tokens of exactly equal probability or drops all of them, so the result
+does not depend on the order in which a sort puts equal numbers. Greedy sampling chooses the lowest id among equal
+logits. If the mask allows only end tokens, min_tokens has no effect, because a complete response cannot continue.
 
 Random numbers depend only on the request's seed and the token's position. With equal logits, a request gets the same
 tokens in any batch and after any preemption. kernels/reference.py describes which inputs change logits. If logits
@@ -35,6 +36,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trioserve.contracts.audio import SpeechRules
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.sampling import SamplingParams
@@ -59,6 +61,7 @@ __all__ = [
     "exponentials",
     "signed",
     "finite_rows",
+    "follow_speech_rules_",
     "largest_samples",
     "sample",
     "token_logprobs",
@@ -318,7 +321,7 @@ def read_logprobs(rows: list[list[float]], token_ids: Sequence[int], tops: Seque
 
 
 def _adjust_(scores: Tensor, chunk: ScheduledChunk, mask: MaskArray | None) -> None:
-    """Apply logit_bias, min_tokens and penalties to one row, in place. The row's mask is applied later.
+    """Apply logit_bias, min_tokens, penalties and rules of speech to one row, in place. A mask is applied later.
 
     The repetition penalty applies to prompt and output tokens. Presence and frequency penalties apply to output tokens.
 
@@ -348,6 +351,43 @@ def _adjust_(scores: Tensor, chunk: ScheduledChunk, mask: MaskArray | None) -> N
         output = list(chunk.tokens[len(request.prompt_token_ids) : known])
         counts = torch.bincount(torch.tensor(output, dtype=torch.int64, device=device), minlength=vocab_size)
         scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    if sampling.speech is not None:
+        follow_speech_rules_(scores, sampling.speech, chunk.tokens[len(request.prompt_token_ids) : known])
+
+
+def follow_speech_rules_(scores: Tensor, rules: SpeechRules, output: Sequence[int]) -> None:
+    """Set the scores of tokens that a transcript must not have next to -inf, in place.
+
+    The rules and their order are those of transformers' processors of logits for Whisper.
+
+    Args:
+        scores: floating dtype [vocab_size].
+        rules: rules of the transcript.
+        output: tokens of the transcript so far.
+    """
+    barred = [*rules.suppressed_ids, *(() if output else rules.begin_suppressed_ids)]
+    if barred:
+        scores[torch.tensor(barred, device=scores.device)] = float("-inf")
+    if not rules.has_timestamps:
+        return
+    first = rules.timestamp_first_id
+    scores[rules.no_timestamps_id] = float("-inf")
+    ends_with_time = bool(output) and output[-1] >= first
+    is_pair = ends_with_time and (len(output) < 2 or output[-2] >= first)
+    if is_pair:  # A text begins.
+        scores[first:] = float("-inf")
+    elif ends_with_time:  # A text has ended, so the next one begins, or the transcript ends.
+        scores[: rules.end_id] = float("-inf")
+    times = [token for token in output if token >= first]
+    if times:  # Times do not decrease. Only the end of a text and the beginning of the next may be equal.
+        scores[first : times[-1] + (0 if ends_with_time and not is_pair else 1)] = float("-inf")
+    if not output:
+        scores[:first] = float("-inf")
+        if rules.first_timestamp_max is not None:
+            scores[first + rules.first_timestamp_max + 1 :] = float("-inf")
+    # The logarithm of a sum of probabilities, and the largest logarithm: both lack the same constant.
+    if scores[first:].logsumexp(-1) > scores[:first].max():
+        scores[:first] = float("-inf")
 
 
 def _draw(scores: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:

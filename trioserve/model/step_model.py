@@ -191,14 +191,18 @@ def draw_parameters(sampling: SamplingParams) -> tuple[float, int, float, float]
 
 
 def is_adjusted(chunk: ScheduledChunk) -> bool:
-    """Return True if logit_bias, min_tokens or penalties change the chunk's logits.
+    """Return True if logit_bias, min_tokens, penalties or rules of speech change the chunk's logits.
 
     Args:
         chunk: a chunk that samples.
     """
     sampling = chunk.request.sampling
     return bool(
-        sampling.logit_bias or hides_end_tokens(chunk) or sampling.repetition_penalty != 1.0 or counts_output(sampling)
+        sampling.logit_bias
+        or hides_end_tokens(chunk)
+        or sampling.repetition_penalty != 1.0
+        or counts_output(sampling)
+        or sampling.speech is not None
     )
 
 
