@@ -86,7 +86,7 @@ def theirs(path: Path, kind: str) -> Any:
     return getattr(transformers, kind).from_pretrained(path, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "RobertaModel", "ModernBertModel"])
+@pytest.mark.parametrize("kind", ["BertModel", "ErnieModel", "RobertaModel", "ModernBertModel"])
 @pytest.mark.parametrize("method", ["mean", "cls", "last"])
 def test_vectors_of_texts_of_any_length_equal_those_of_transformers(kind: str, method: Any, encoders: Any) -> None:
     path = encoders(kind)
@@ -158,10 +158,28 @@ def test_other_activations_of_encoders_equal_those_of_transformers(activation: s
     np.testing.assert_allclose(result.pooled["t"].values(), vector / np.linalg.norm(vector), atol=TOLERANCE, rtol=0)
 
 
+def test_encoder_with_a_head_for_masked_words_is_read_without_it(encoders: Any) -> None:
+    with_head, tokens = encoders("RobertaForMaskedLM"), texts_of()["t2"]
+    result = run(load(with_head), {"a": (tokens, MEAN)})
+    assert result is not None
+    with torch.no_grad():
+        states = theirs(with_head, "RobertaModel")(torch.tensor([tokens])).last_hidden_state[0].numpy().mean(axis=0)
+    np.testing.assert_allclose(result.pooled["a"].values(), states / np.linalg.norm(states), atol=TOLERANCE, rtol=0)
+
+
+def test_ernie_without_its_table_of_tasks_is_refused(encoders: Any, tmp_path: Path) -> None:
+    path = shutil.copytree(encoders("BertModel"), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["ErnieModel"], "use_task_id": True}))
+    with pytest.raises(ModelLoadError, match=r"task_type_embeddings\.weight, which use_task_id"):
+        opened_encoder(path)
+
+
 @pytest.mark.parametrize(
     "kind, changes",
     [
         ("BertForSequenceClassification", {}),
+        ("ErnieForSequenceClassification", {"use_task_id": False}),
         ("XLMRobertaForSequenceClassification", {}),
         ("ModernBertForSequenceClassification", {}),
         ("ModernBertForSequenceClassification", {"classifier_pooling": "mean", "classifier_activation": "relu"}),
@@ -170,7 +188,7 @@ def test_other_activations_of_encoders_equal_those_of_transformers(activation: s
 )
 def test_scores_of_pairs_equal_those_of_transformers(kind: str, changes: Any, encoders: Any) -> None:
     path = encoders(kind, **changes)
-    has_types = kind.startswith("Bert")
+    has_types = kind.startswith(("Bert", "Ernie"))
     texts = texts_of((9, 20, 3))
     pooling = Pooling(task="score", method="cls", normalize=False, is_whole=True, first_segment_tokens=2)
     result = run(load(path), {name: (tokens, pooling) for name, tokens in texts.items()})

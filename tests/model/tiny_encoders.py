@@ -16,6 +16,9 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 KINDS = (
     "BertModel",
     "BertForSequenceClassification",
+    "ErnieModel",
+    "ErnieForSequenceClassification",
+    "RobertaForMaskedLM",
     "RobertaModel",
     "XLMRobertaForSequenceClassification",
     "ModernBertModel",
@@ -49,6 +52,8 @@ def write_encoder(directory: Path, kind: str, **changes: Any) -> None:
         fields |= {"num_hidden_layers": 4, "local_attention": 8, "pad_token_id": 0, "norm_eps": 1e-5}
         fields |= {"bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
         del fields["type_vocab_size"], fields["layer_norm_eps"]
+    if "Ernie" in kind:
+        fields |= {"use_task_id": True, "task_type_vocab_size": 3}
     if "Classification" in kind:
         fields["num_labels"] = 1
     torch.manual_seed(1)

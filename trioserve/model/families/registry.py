@@ -251,6 +251,8 @@ LANGUAGE_PARTS: dict[str, LanguagePart] = {
         }.items()
     },
     "FuyuForCausalLM": LanguagePart("text_config", "persimmon"),
+    "HCXVisionForCausalLM": LanguagePart("text_config", "llama"),
+    "HCXVisionV2ForCausalLM": LanguagePart("text_config", "hyperclovax"),
     # Classes of the checkpoints' authors. transformers does not have them.
     "DeepseekVLV2ForCausalLM": LanguagePart("language_config", "deepseek_v2"),
     "H2OVLChatModel": LanguagePart("llm_config", "mistral"),

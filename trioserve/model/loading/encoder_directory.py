@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.pooling import PoolingMethod
@@ -14,8 +14,8 @@ from trioserve.model.layer_config import RotaryConfig
 from trioserve.model.loading.fields import Fields, one_line, unread_names, warn_of_unread
 from trioserve.model.loading.hf_config import read_json_list, read_json_object
 from trioserve.model.loading.safetensors import INDEX_NAME, stored_tensors
-from trioserve.model.loading.stored_tensor import StoredTensor, read_plain
-from trioserve.model.number_formats import Dtype
+from trioserve.model.loading.stored_tensor import FileTensor, StoredTensor, read_plain
+from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 
 __all__ = [
     "ENCODER_CLASSES",
@@ -45,10 +45,16 @@ class EncoderClass(NamedTuple):
 
 ENCODER_CLASSES = {
     "BertModel": EncoderClass("bert", "bert."),
+    "BertForMaskedLM": EncoderClass("bert", "bert."),
     "BertForSequenceClassification": EncoderClass("bert", "bert.", scores_pairs=True),
+    "ErnieModel": EncoderClass("bert", "ernie."),
+    "ErnieForMaskedLM": EncoderClass("bert", "ernie."),
+    "ErnieForSequenceClassification": EncoderClass("bert", "ernie.", scores_pairs=True),
     "RobertaModel": EncoderClass("roberta", "roberta."),
+    "RobertaForMaskedLM": EncoderClass("roberta", "roberta."),
     "RobertaForSequenceClassification": EncoderClass("roberta", "roberta.", scores_pairs=True),
     "XLMRobertaModel": EncoderClass("roberta", "roberta."),
+    "XLMRobertaForMaskedLM": EncoderClass("roberta", "roberta."),
     "XLMRobertaForSequenceClassification": EncoderClass("roberta", "roberta.", scores_pairs=True),
     "ModernBertModel": EncoderClass("modernbert", "model."),
     "ModernBertForMaskedLM": EncoderClass("modernbert", "model."),
@@ -63,7 +69,7 @@ class _Naming(NamedTuple):
         plain: modules outside of layers.
         layer: prefix before the index of a layer.
         modules: modules of a layer.
-        heads: modules of the scoring head. Their names have no prefix.
+        heads: modules of the scoring head. "{prefix}" in a name stands for the prefix of the encoder's tensors.
         unused: prefixes of tensor names. The model's results do not depend on these tensors.
     """
 
@@ -92,7 +98,7 @@ _BERT = _Naming(
         "down_proj": "output.dense",
         "output_norm": "output.LayerNorm",
     },
-    heads={"head_dense": "bert.pooler.dense", "head_out": "classifier"},
+    heads={"head_dense": "{prefix}pooler.dense", "head_out": "classifier"},
     unused=("pooler.dense.", "cls.", "lm_head."),
 )
 _NAMINGS: dict[EncoderFamily, _Naming] = {
@@ -117,6 +123,8 @@ _NAMINGS: dict[EncoderFamily, _Naming] = {
         unused=("head.", "decoder."),
     ),
 }
+# ERNIE adds the embedding of a task to each token. Without a request for another task, it is that of task 0.
+TASKS = "embeddings.task_type_embeddings.weight"
 EMBEDDING_ENDS = tuple(f"{naming.plain['embed']}.weight" for naming in _NAMINGS.values())
 
 
@@ -131,7 +139,7 @@ def outside_name(name: str, encoder: EncoderClass, stored: Container[str]) -> st
     naming = _NAMINGS[encoder.family]
     *layer, module, kind = name.split(".")
     if module in naming.heads:
-        return f"{naming.heads[module]}.{kind}"
+        return f"{naming.heads[module].format(prefix=encoder.prefix)}.{kind}"
     inner = f"{naming.layer}.{layer[1]}.{naming.modules[module]}.{kind}" if layer else f"{naming.plain[module]}.{kind}"
     # If a file contains only the encoder, names in it have no prefix.
     return inner if inner in stored else encoder.prefix + inner
@@ -215,7 +223,7 @@ _NOTES = (
     *("decoder_bias", "deterministic_flash_attn", "directionality", "matryoshka_dimensions", "pooler_fc_size"),
     *("pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
     *("reference_compile", "repad_logits_with_grad", "sbert_ce_default_activation_function"),
-    *("sparse_pred_ignore_index", "sparse_prediction", "tie_word_embeddings"),
+    *("sparse_pred_ignore_index", "sparse_prediction", "task_type_vocab_size", "tie_word_embeddings", "use_task_id"),
 )
 _MODERN_NOTES = (
     *("classifier_pooling", "global_attn_every_n_layers", "layer_norm_eps", "position_embedding_type"),
@@ -299,7 +307,8 @@ class EncoderDirectory:
                     f"{outside} has shape {list(stored[outside].shape)}, but the config asks for {list(shape)}: "
                     "weights and config do not belong to the same model"
                 )
-        known = set(self._outside.values())
+        self._tasks = _tasks(directory, self._class, stored)
+        known = {*self._outside.values(), self._tasks}
         unknown = [name for name in stored if name not in known and not is_unused(name, self._class)]
         if unknown:
             raise ModelLoadError(
@@ -312,8 +321,33 @@ class EncoderDirectory:
     def tensors(self) -> Iterator[StoredTensor]:
         for name, outside in self._outside.items():
             stored = self._stored[outside]
-            read = functools.partial(read_plain, stored.path, stored.offset, stored.shape, stored.dtype)
+            read: Callable[[Dtype], Values] = functools.partial(_values, stored)
+            if name == "types.weight" and self._tasks is not None:
+                read = functools.partial(_with_task, stored, self._stored[self._tasks])
             yield StoredTensor(name, stored.shape, stored.dtype, read, stored.sample)
+
+
+def _values(stored: FileTensor, wanted: Dtype) -> Values:
+    return read_plain(stored.path, stored.offset, stored.shape, stored.dtype, wanted)
+
+
+def _with_task(types: FileTensor, tasks: FileTensor, wanted: Dtype) -> Values:
+    """Return the embeddings of segment types, with the embedding of task 0 added to each."""
+    rows = cast(Float32Array, _values(types, "float32")) + cast(Float32Array, _values(tasks, "float32"))[0]
+    found = empty_values(types.shape, wanted)
+    convert(rows, found)
+    return found
+
+
+def _tasks(directory: Path, encoder: EncoderClass, stored: Container[str]) -> str | None:
+    """Return the name of the table of task embeddings. None: the encoder has none."""
+    fields = Fields(read_json_object(directory / "config.json"), "config.json")
+    if not fields.flag_or("use_task_id", False):
+        return None
+    name = TASKS if TASKS in stored else encoder.prefix + TASKS
+    if name not in stored:
+        raise ModelLoadError(f"the weights lack {name}, which use_task_id in config.json asks for")
+    return name
 
 
 def _class_of(directory: Path) -> EncoderClass:
