@@ -632,6 +632,32 @@ def test_language_model_of_any_family_is_read_from_a_model_with_images(
     assert all(torch.equal(ours[tensor_name], theirs[tensor_name]) for tensor_name in theirs)
 
 
+@pytest.mark.parametrize(
+    "name, kind", (("Qwen2_5OmniModel", "qwen2"), ("Qwen3OmniMoeForConditionalGeneration", "qwen3-moe"))
+)
+def test_thinker_of_a_model_that_speaks_is_read(
+    name: str,
+    kind: str,
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    plain = tiny_checkpoint(kind)
+    config = json.loads((plain / "config.json").read_text())
+    text = {**config, "model_type": {"qwen2": "qwen2_5_omni_text", "qwen3-moe": "qwen3_omni_moe_text"}[kind]}
+    thinker = {"text_config": text, "vision_config": {"hidden_size": 8}, "audio_config": {"d_model": 8}}
+    outer = {"architectures": [name], "thinker_config": thinker, "talker_config": {"hidden_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = {f"thinker.{key}": tensor for key, tensor in load_file(plain / "model.safetensors").items()}
+    further = ("thinker.visual.norm.weight", "talker.model.norm.weight", "token2wav.weight")
+    save_file({**tensors, **{key: torch.zeros(2) for key in further}}, tmp_path / "model.safetensors")
+    found, expected = open_checkpoint(tmp_path), open_checkpoint(plain)
+    assert found.config.layers == expected.config.layers
+    ours, theirs = tensors_of(found), tensors_of(expected)
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
 def test_language_model_that_no_family_serves_is_refused_by_its_type() -> None:
     config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "unheard_of"}}
     with pytest.raises(ModelLoadError, match="the model's architecture is unheard_of"):

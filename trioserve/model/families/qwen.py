@@ -20,11 +20,13 @@ from trioserve.model.model_config import ModelConfig
 __all__ = [
     "MELLUM",
     "QWEN2",
+    "QWEN25_OMNI",
     "QWEN25_VL",
     "QWEN2_MOE",
     "QWEN2_VL",
     "QWEN3",
     "QWEN3_MOE",
+    "QWEN3_OMNI_MOE",
     "QWEN3_VL",
     "QWEN3_VL_MOE",
     "QWEN3_VL_MOE_SAVED",
@@ -137,6 +139,15 @@ def _qwen2_vl(name: str, *with_images: str) -> Family:
 
 QWEN2_VL = _qwen2_vl("qwen2_vl", "Qwen2VLForConditionalGeneration", "Tarsier2ForConditionalGeneration")
 QWEN25_VL = _qwen2_vl("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")
+QWEN25_OMNI = replace(
+    QWEN2,
+    name="qwen2_5_omni",
+    classes=(),
+    model_type="qwen2_5_omni_text",
+    defaults={"num_key_value_heads": 4, "rope_theta": 1_000_000.0, "sliding_window": 32_768},
+    gguf=None,
+    with_images=("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"),
+)
 QWEN3_VL = Family(
     name="qwen3_vl",
     classes=(),
@@ -219,6 +230,14 @@ QWEN3_MOE = Family(
     defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     describe=_describe_qwen3_moe,
     gguf=GgufNaming(architecture="qwen3moe"),
+)
+QWEN3_OMNI_MOE = replace(
+    QWEN3_MOE,
+    name="qwen3_omni_moe",
+    classes=(),
+    model_type="qwen3_omni_moe_text",
+    gguf=None,
+    with_images=("Qwen3OmniMoeForConditionalGeneration",),
 )
 QWEN3_VL_MOE = Family(
     name="qwen3_vl_moe",

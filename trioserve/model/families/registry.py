@@ -59,9 +59,11 @@ from trioserve.model.families.qwen import (
     QWEN2_VL,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_OMNI_MOE,
     QWEN3_VL,
     QWEN3_VL_MOE,
     QWEN3_VL_MOE_SAVED,
+    QWEN25_OMNI,
     QWEN25_VL,
 )
 from trioserve.model.families.qwen_next import QWEN3_NEXT, QWEN35, QWEN35_MOE
@@ -171,6 +173,8 @@ FAMILIES: tuple[Family, ...] = (
     GLM4V_MOE,
     GLM_OCR,
     QWEN2_VL,
+    QWEN25_OMNI,
+    QWEN3_OMNI_MOE,
     QWEN25_VL,
     QWEN3_VL,
     QWEN3_VL_MOE,

@@ -101,6 +101,9 @@ def model_config_from(
         ModelLoadError: no supported family includes this model.
     """
     family, part = _family(Fields(config, "config.json"))
+    thinker = Fields(config, "config.json").object_or_none("thinker_config")
+    if part is not None and thinker is not None:  # Qwen's Omni models: the other parts only speak.
+        config = {**thinker, "architectures": config.get("architectures")}
     wrapper = LANGUAGE_PARTS.get(named_class(config) or "")
     is_older = family.model_type in ("qwen2_vl_text", "qwen2_5_vl_text") and "text_config" not in config
     if is_older or (wrapper is not None and wrapper.field is None):

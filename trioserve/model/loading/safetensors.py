@@ -62,6 +62,8 @@ FurtherTensor: TypeAlias = FileTensor | QuantizedMatrix | Mxfp4Matrix
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
+    ("thinker.model.", "model."),
+    ("thinker.lm_head.", "lm_head."),
     *((prefix, "") for prefix in ("language_model.", "language.", "llm.")),
     # Names without a prefix. The other tensors of such models begin with "visual.", "vision_tower.",
     # "model.vision_embed_tokens.", "transformer.vision." or "transformer.visual.".
