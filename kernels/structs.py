@@ -218,7 +218,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _pointer) for name in ("query_norm", "key_norm", "sinks", "activation_weights")),
         *((name, _int) for name in ("pairs_together", "window", "rotary", "qk_norm", "activation", "is_parallel")),
         *((name, _int) for name in ("section", "has_temperature", "head_count", "kv_head_count", "head_dim")),
-        ("has_turned_norms", _int),
+        *((name, _int) for name in ("has_turned_norms", "value_dim")),
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale", "clip")),
         ("experts", _pointer),
         ("recurrent", _pointer),

@@ -20,6 +20,7 @@ struct AttentionShape {
     const float* sinks = nullptr;  // one per head, padded to a multiple of LANES, or null
     int latent_dim = 0;            // numbers of a key that are also its value. 0: values follow the keys
     int32_t kv_format = KV_PLAIN;  // always plain for latents
+    int own_value_dim = 0;         // numbers of a value, if they are fewer than head_dim. 0: head_dim. Not for latents
     int64_t group() const { return heads / kv_heads; }
     int64_t query_stride() const { return padded_depth(head_dim); }
     bool is_coded() const { return kv_format != KV_PLAIN; }
@@ -27,7 +28,7 @@ struct AttentionShape {
     int64_t plain_stride() const { return (latent_dim > 0 ? 1 : int64_t(2) * kv_heads) * head_dim; }
     // Distance from a token to the next one in a page: numbers, or bytes in 8 bits.
     int64_t token_stride() const { return is_coded() ? 2 * kv_heads * record_bytes() : plain_stride(); }
-    int64_t value_dim() const { return latent_dim > 0 ? latent_dim : head_dim; }
+    int64_t value_dim() const { return latent_dim > 0 ? latent_dim : own_value_dim > 0 ? own_value_dim : head_dim; }
     // Offset of a kv head's value within a token's numbers.
     int64_t value_at(int64_t kv_head) const { return latent_dim > 0 ? 0 : (kv_heads + kv_head) * int64_t(head_dim); }
 };

@@ -159,6 +159,7 @@ AttentionShape shape_of(const Model& model, const Layer& layer) {
     shape.kv_format = model.kv_format;
     shape.score_cap = layer.score_cap;
     shape.sinks = layer.sinks;
+    shape.own_value_dim = layer.value_dim;
     return shape;
 }
 
@@ -196,11 +197,13 @@ const Matrix& first_matrix(const Layer& layer) {
 // Numbers per row that attention's first product computes.
 int64_t qkv_size(const Layer& layer) {
     if (layer.latent != nullptr) return queries_size(*layer.latent, layer.head_count) + layer.head_dim;
-    return (layer.head_count + (layer.shares_kv ? 0 : int64_t(2) * layer.kv_head_count)) * layer.head_dim;
+    const int64_t value_dim = layer.value_dim > 0 ? layer.value_dim : layer.head_dim;
+    return int64_t(layer.head_count) * layer.head_dim +
+           (layer.shares_kv ? 0 : layer.kv_head_count * (layer.head_dim + value_dim));
 }
 
-// Numbers per row of all heads' queries, and of their results without latents.
-int64_t query_size(const Layer& layer) { return int64_t(layer.head_count) * layer.head_dim; }
+// Numbers per row of the results of all heads.
+int64_t attended_size(const AttentionShape& shape) { return shape.heads * shape.value_dim(); }
 
 // Sets gates below a cutoff to 0, and writes their activation times up to to(n).
 template <class T, class To>
@@ -267,10 +270,10 @@ struct Reach {
 };
 
 // Layers with equal numbers divide attention into the same pieces: their reach, and their heads.
-using PlanKey = std::array<int64_t, 5>;
+using PlanKey = std::array<int64_t, 6>;
 
 PlanKey plan_key(const Layer& layer) {
-    return {layer.window, layer.section, layer.head_count, layer.kv_head_count, layer.head_dim};
+    return {layer.window, layer.section, layer.head_count, layer.kv_head_count, layer.head_dim, layer.value_dim};
 }
 
 // How attention is divided into pieces, for one reach. chunks: the chunks of the step, or their parts in each section, which
@@ -1210,13 +1213,17 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
     for (int head = 0; layer.value_norm != nullptr && head < key_heads; head++)
         norm_row(from + head * dim, layer.value_norm, dim, kind, [&](int64_t d) { return from + head * dim + d; });
     if (layer.shares_kv) return;
-    if (shape.is_coded()) {
-        for (int head = 0; head < shape.kv_heads; head++)
-            encode_head(shape.kv_format, from + head * dim, dim, coded + (shape.kv_heads + head) * shape.record_bytes());
-        return;
+    const int64_t value_dim = shape.value_dim();
+    for (int head = 0; head < shape.kv_heads; head++, from += value_dim) {
+        if (!shape.is_coded()) {
+            T* value = slot + (shape.kv_heads + head) * dim;
+            for (int64_t d = 0; d < value_dim; d += LANES) store(value + d, load(from + d));
+            continue;
+        }
+        std::memcpy(turned, from, sizeof(float) * value_dim);
+        std::fill(turned + value_dim, turned + dim, 0.0f);
+        encode_head(shape.kv_format, turned, dim, coded + (shape.kv_heads + head) * shape.record_bytes());
     }
-    T* values = slot + shape.kv_heads * dim;
-    for (int64_t d = 0; d < shape.kv_heads * dim; d += LANES) store(values + d, load(from + d));
 }
 
 // Rotates and stores as soon as some rows' sums of one panel are complete: 16 pairs of a head with pairs_together, or up to 32
@@ -1233,9 +1240,11 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
     const int64_t* slots = slot_of_row_.data() + first_row;
     if (head >= shape.heads + shape.kv_heads) {
         for (int row = 0; row < count; row++)
-            for (int block = 0; block < blocks; block++)
-                store(pages + slots[row] * shape.token_stride() + first - shape.heads * dim + block * LANES,
-                      sum_of_block(row, block));
+            for (int block = 0; block < blocks; block++) {
+                const int64_t n = first - (shape.heads + shape.kv_heads) * dim + block * LANES, value_dim = shape.value_dim();
+                T* values = pages + slots[row] * shape.token_stride() + shape.kv_heads * dim;
+                store(values + n / value_dim * dim + n % value_dim, sum_of_block(row, block));
+            }
         return;
     }
     const int64_t pair = first % dim / 2;
@@ -1395,8 +1404,8 @@ HeadRows<T> Engine::head_rows(Buffer& memory, int64_t heads, int64_t dim) const 
 template <class T>
 HeadRows<T> Engine::attended_rows(const AttentionShape& shape) {
     if (shape.latent_dim > 0) return head_rows<T>(attended_, shape.heads, shape.latent_dim);
-    const int64_t size = int64_t(shape.heads) * shape.head_dim;
-    return {rows_for<T>(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size), shape.head_dim};
+    const int64_t size = attended_size(shape);
+    return {rows_for<T>(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size), shape.value_dim()};
 }
 
 // Allocates a layer's results and pads them. Padding stays valid, because if heads differ from layer to layer, why_not_native
@@ -1405,7 +1414,7 @@ template <class T>
 void Engine::pad_attended(const AttentionShape& shape) {
     const HeadRows<T> attended = attended_rows<T>(shape);
     const int64_t heads = shape.latent_dim > 0 ? shape.heads : 1;
-    const int64_t size = shape.latent_dim > 0 ? shape.latent_dim : int64_t(shape.heads) * shape.head_dim;
+    const int64_t size = shape.latent_dim > 0 ? shape.latent_dim : attended_size(shape);
     for (int64_t row = 0; row < rows_ && padded_depth(size) > size; row++)
         for (int64_t head = 0; head < heads; head++) attended.of(head).pad(row, size);
 }
@@ -1715,22 +1724,22 @@ bool Engine::compute(const Model& model, const Step& step) {
     plan_rows(model, step);
     is_abandoned_ = false;
     const int64_t rows = rows_, hidden_size = model.hidden_size, middle = model.intermediate_size;
-    int64_t qkv_size_max = 0, query_size_max = 0, queries_max = 0, gate_size_max = 0;
+    int64_t qkv_size_max = 0, attended_size_max = 0, queries_max = 0, gate_size_max = 0;
     int64_t input_size_max = std::max(hidden_size, middle);  // largest inputs of products
     for (int32_t index = 0; index < model.layer_count; index++) {
         const Layer& layer = model.layers[index];
         if (!attends(layer)) continue;
         const AttentionShape shape = shape_of(model, layer);
         qkv_size_max = std::max(qkv_size_max, qkv_size(layer));
-        query_size_max = std::max(query_size_max, query_size(layer));
+        attended_size_max = std::max(attended_size_max, attended_size(shape));
         queries_max = std::max(queries_max, (rows * shape.heads + 32) * shape.query_stride());
-        if (layer.attention_gate != nullptr) gate_size_max = std::max(gate_size_max, query_size(layer));
+        if (layer.attention_gate != nullptr) gate_size_max = std::max(gate_size_max, attended_size(shape));
         pad_attended<T>(shape);
         if (layer.latent == nullptr) continue;
         input_size_max = std::max<int64_t>(input_size_max, layer.head_count * layer.latent->value_dim);
         input_size_max = std::max<int64_t>(input_size_max, layer.latent->query_rank);
     }
-    input_size_max = std::max(input_size_max, query_size_max);
+    input_size_max = std::max(input_size_max, attended_size_max);
     for (int32_t index = 0; index < model.layer_count; index++)
         if (model.layers[index].laurel != nullptr)
             input_size_max = std::max<int64_t>(input_size_max, model.layers[index].laurel->rank);
@@ -1760,7 +1769,7 @@ bool Engine::compute(const Model& model, const Step& step) {
     const Norm norm{model.norm_kind, model.norm_eps};
     make_room_for_experts<T>(model);
     adapters_.plan<T>(step.adapters, chunk_of_row_, model.layer_count, team.thread_count(),
-                      padded_depth(std::max({hidden_size, query_size_max, middle})));
+                      padded_depth(std::max({hidden_size, attended_size_max, middle})));
     float* sampled_hidden = sampled_.of<float>(sampled * hidden_size);
     int64_t kept_count = 0;
     for (int64_t row = 0; row < sampled; row++) kept_count += step.samplings[row].needs_logits != 0;
@@ -1901,7 +1910,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             }
             if (layer.attention_gate != nullptr) {
                 product<T>(thread, x, rows, *layer.attention_gate, nullptr,
-                           kept_in(attention_gates_.of<float>(0), query_size(layer)));
+                           kept_in(attention_gates_.of<float>(0), attended_size(shape)));
                 team.meet();
             }
             if (!attends(layer)) {
@@ -1941,7 +1950,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                           first_read<T>(thread, layer.output, rows));
                 team.meet();
                 if (layer.attention_gate != nullptr) {
-                    gate_attended(thread, layer, attended.rows, query_size(layer));
+                    gate_attended(thread, layer, attended.rows, attended_size(shape));
                     team.meet();
                 }
                 Rows<const T> found = attended.rows;

@@ -129,6 +129,7 @@ struct StateSpan {
 // bias. So numbers that are rotated together are computed together.
 // window: tokens that a position sees. 0 is all. section: if not 0, a position sees only its own section of this length.
 // head_count, kv_head_count, head_dim: heads of attention. In latent attention, head_dim is that of the cache's keys.
+// value_dim: numbers of a value, or 0 for head_dim. In the cache, head_dim - value_dim unused numbers follow a value.
 // has_temperature: nonzero scales queries by their position, see Model. rotary: index of the model's rotary embedding.
 // qk_norm: query_norm and key_norm have one number per number of a head (HEAD), or per number of a row. The latter
 // normalize each head (HEADS) or all heads together (ROW). has_turned_norms: nonzero normalizes heads after they are
@@ -146,7 +147,7 @@ struct Layer {
     const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm, *sinks;
     const float* activation_weights;  // alpha_p, alpha_n, beta and eps of xIELU, or null
     int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel, section, has_temperature;
-    int32_t head_count, kv_head_count, head_dim, has_turned_norms;
+    int32_t head_count, kv_head_count, head_dim, has_turned_norms, value_dim;
     float query_factor, score_cap, residual_scale, clip;
     const Experts* experts;
     const Recurrent* recurrent;

@@ -81,6 +81,7 @@ NATIVE = (
     ("gemma4-inputs", "float32", "KV int8"),
     ("gemma4-moe", "bfloat16", "int8"),
     ("hunyuan-moe", "bfloat16", "none"),
+    ("mimo-v2-flash", "bfloat16", "none"),
     ("olmo2", "float32", "none"),
     ("cohere2", "bfloat16", "int8"),
     ("qwen2-moe", "bfloat16", "none"),

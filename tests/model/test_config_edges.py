@@ -97,6 +97,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}},
         "name in ffn_act_fn in ffn_config in config.json is 'gelu'",
     ),
+    ("mimo-v2-flash", {"v_head_dim": 80}, "v_head_dim is 80, allowed is 1 to 64"),
+    ("mimo-v2-flash", {"n_shared_experts": 1}, "n_shared_experts in config.json is 1, but it must be 0 or null"),
+    (
+        "mimo-v2-flash",
+        {"hybrid_layer_pattern": [0, 1]},
+        "hybrid_layer_pattern in config.json is [0, 1], but it must be",
+    ),
     ("olmo", {"clip_qkv": -1.0}, "clip_qkv is -1.0, but it must be a positive number"),
     ("mamba2", {"expand": 1e308}, "describe no model that can be computed"),
     ("lfm2", {"block_ffn_dim_multiplier": 1e308}, "describe no model that can be computed"),

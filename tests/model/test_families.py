@@ -827,3 +827,45 @@ def test_mixture_of_identical_experts_equals_dense_model(
         found = [entry for count in (20, 1, 9) for entry in driver.step({"a": count}).prompt_logprobs["a"]]
         entries.append([entry.logprob for entry in found])
     assert entries[1] == pytest.approx(entries[0], abs=1e-4)
+
+
+def test_published_fields_of_mimo_v2_describe_the_model_of_transformers_fields() -> None:
+    sizes = {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 512,
+    }
+    published = {
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 128,
+        "swa_num_attention_heads": 64,
+        "swa_num_key_value_heads": 8,
+        "rope_theta": 5_000_000,
+        "swa_rope_theta": 10_000,
+        "partial_rotary_factor": 0.334,
+        "attention_value_scale": 0.707,
+        "attention_chunk_size": 128,
+        "sliding_window_size": 128,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": None,
+        "n_shared_experts": None,
+    }
+    config = model_config_from({**sizes, **published}, {}, dtype_name="float32")
+    assert config == model_config_from(sizes, {}, dtype_name="float32")
+    assert config.windows == (None, 129)
+    assert [entry and entry.head_count for entry in config.kv_entries] == [4, 8, 8, 8, 8, 4, 8]

@@ -87,7 +87,7 @@ def test_logprobs_with_eight_bit_kv_are_close_to_those_without_rounding(
 
 
 @FORMATS
-@pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2", "gemma4-unified"))
+@pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2", "gemma4-unified", "mimo-v2-flash"))
 def test_native_kernels_and_torch_round_kv_equally(
     load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str
 ) -> None:

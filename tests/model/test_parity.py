@@ -52,6 +52,7 @@ KINDS = (
     "hunyuan-dense",
     "hunyuan-moe",
     "olmo-clipped",
+    "mimo-v2-flash",
     "dbrx",
     "phi3",
     "phi3-part",

@@ -111,6 +111,7 @@ def conversation(driver: Any) -> dict[str, list[int]]:
         "gemma4-inputs",
         "gemma4-moe",
         "hunyuan-dense",
+        "mimo-v2-flash",
         "qwen2-moe",
         "gpt-oss",
         "glm4-moe",

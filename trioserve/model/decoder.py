@@ -87,10 +87,12 @@ class _Attention:
         self._config, self._norm_eps = attention, config.norm_eps
         self._kind = attention.window, HeadShape.of(attention)
         hidden, keys, queries = config.hidden_size, attention.key_size, attention.query_size
-        own = {"k_proj": keys, "v_proj": keys} if attention.kv_from is None else {}
+        own = {"k_proj": keys, "v_proj": attention.value_size} if attention.kv_from is None else {}
         unbiased = () if attention.has_key_bias else ("k_proj",)
         self._qkv = linear(hidden, attention.has_bias, unbiased, q_proj=queries, **own)
-        self._gate = linear(hidden, attention.has_bias, q_gate_proj=queries) if attention.has_gate else None
+        self._gate: Linear | None = None
+        if attention.has_gate:
+            self._gate = linear(hidden, attention.has_bias, q_gate_proj=attention.attended_size)
         self._head_norms: HeadNorms | None = None
         if attention.qk_norm != "none":
             self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
@@ -98,7 +100,7 @@ class _Attention:
         self._slopes: Tensor | None = None
         if attention.slopes is not None:
             self._slopes = torch.tensor(attention.slopes, dtype=torch.float32, device=device)
-        self._output = linear(queries, attention.has_output_bias, o_proj=hidden)
+        self._output = linear(attention.attended_size, attention.has_output_bias, o_proj=hidden)
         self.adapted = (self._qkv, self._output)
         gates = () if self._gate is None else (self._gate,)
         self.linears = (self._qkv, *gates, self._output)
@@ -130,6 +132,8 @@ class _Attention:
         """
         kernels, attention = self._kernels, self._config
         qkv = self._qkv(normed, step.adapters)
+        if attention.value_dim < attention.head_dim and shared is None:
+            qkv = _with_padded_values(qkv, attention)
         queries = qkv[:, : attention.query_size]
         if attention.clip is not None:
             qkv.clamp_(-attention.clip, attention.clip)
@@ -165,11 +169,30 @@ class _Attention:
         tensors = step.sections[attention.section] if attention.section else step.attention[self._kind]
         sinks = None if self._sinks is None else self._sinks.values
         rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks, slopes=self._slopes)
+        if attention.value_dim < attention.head_dim:
+            rows = rows.view(len(rows), -1, attention.head_dim)[..., : attention.value_dim].flatten(1)
         if self._gate is not None:
             # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
             # removes this difference, so the result of a row does not depend on the batch.
             rows.mul_(self._gate(normed).double().sigmoid())
         return self._output(rows, step.adapters), keys_values
+
+
+def _with_padded_values(qkv: Tensor, attention: AttentionConfig) -> Tensor:
+    """Return projections in which the values of a head have the size of its keys, with zeros at the end.
+
+    Args:
+        qkv: [T, (H + K) * D + K * V], queries, keys and values.
+
+    Returns:
+        [T, (H + 2 K) * D].
+    """
+    first = attention.query_size + attention.key_size
+    padded = qkv.new_zeros(len(qkv), first + attention.key_size)
+    padded[:, :first] = qkv[:, :first]
+    values = padded[:, first:].view(len(qkv), -1, attention.head_dim)
+    values[..., : attention.value_dim] = qkv[:, first:].view(len(qkv), -1, attention.value_dim)
+    return padded
 
 
 class _CrossAttention:

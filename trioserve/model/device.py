@@ -230,7 +230,7 @@ def _attended_numbers(layer: LayerConfig) -> int:
     """Return the size of all heads' queries, plus the size of the values that one attended token contributes."""
     attention = layer.attention
     if isinstance(attention, AttentionConfig):
-        return 2 * attention.query_size
+        return attention.query_size + attention.attended_size
     if isinstance(attention, LatentAttentionConfig):
         return attention.head_count * (attention.entry_dim + attention.latent_dim)
     return 0
@@ -243,8 +243,8 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
     if isinstance(recurrent, SelectiveScanConfig):
         states += recurrent.channel_count * (sum(recurrent.selected_sizes) + recurrent.rank)
     if isinstance(attention, AttentionConfig):
-        gates = attention.query_size if attention.has_gate else 0
-        return states + hidden * (attention.query_size + attention.projected_size + gates)
+        gates = attention.attended_size if attention.has_gate else 0
+        return states + hidden * (attention.attended_size + attention.projected_size + gates)
     if not isinstance(attention, LatentAttentionConfig):
         return states
     rank = attention.query_rank

@@ -241,6 +241,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
             "head" has biases.
         has_turned_norms: queries and keys are normalized after they are rotated. Only for qk_norm "head".
         clip: queries, keys and values are limited to the range from -clip to clip. None: there is no limit.
+        value_head_dim: size of a head's values, at most head_dim. In the KV cache, unused numbers fill a value to
+            head_dim numbers. None: head_dim.
         has_value_norm: values of each head are normalized without weights.
         has_values_of_keys: the projection to values has the weights of the projection to keys.
         kv_from: index of an earlier layer whose keys and values this layer attends to. The layer then has only queries.
@@ -266,6 +268,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     qk_norm: QkNorm = "none"
     has_turned_norms: bool = False
     clip: float | None = None
+    value_head_dim: int | None = None
     has_value_norm: bool = False
     has_values_of_keys: bool = False
     kv_from: int | None = None
@@ -304,6 +307,10 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
             check_positive("attn_logit_softcapping", self.score_cap)
         if self.clip is not None:
             check_positive("clip_qkv", self.clip)
+        if self.value_head_dim is not None:
+            check_count("v_head_dim", self.value_head_dim, self.head_dim)
+            assert not self.has_value_norm, "normalized values have the size of keys"
+            assert not self.has_values_of_keys, "values that are keys have their size"
         assert not self.has_turned_norms or self.qk_norm == "head", "only norms of heads follow the rotation"
         assert not self.has_turned_norms or self.kv_from is None, "rotated keys of another layer are normalized"
 
@@ -313,8 +320,23 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
 
     @property
     def key_size(self) -> int:
-        """Size of one token's keys over all heads. The values of a token have the same size."""
+        """Size of one token's keys over all heads."""
         return self.kv_head_count * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head's values."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Size of one token's values over all heads."""
+        return self.kv_head_count * self.value_dim
+
+    @property
+    def attended_size(self) -> int:
+        """Size of the results of all query heads, which the output projection reads."""
+        return self.head_count * self.value_dim
 
     @property
     def query_factor(self) -> float:
@@ -326,7 +348,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     @property
     def projected_size(self) -> int:
         """Size of the projection of one token: queries, and keys and values unless an earlier layer computes them."""
-        return self.query_size + (2 * self.key_size if self.kv_from is None else 0)
+        return self.query_size + (self.key_size + self.value_size if self.kv_from is None else 0)
 
     @property
     def kv_entry(self) -> KVEntry:

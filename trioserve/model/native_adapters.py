@@ -43,11 +43,11 @@ def _products(layer: LayerConfig, hidden: int) -> Iterator[tuple[str, int, tuple
         query_blocks, key_blocks = queries // BLOCK_OUTPUTS, keys // BLOCK_OUTPUTS
         own = (
             _Part("k_proj", keys, query_blocks, pairs_of=pairs_of),
-            _Part("v_proj", keys, query_blocks + key_blocks),
+            _Part("v_proj", attention.value_size, query_blocks + key_blocks),
         )
         shared = attention.kv_from is not None
         yield "qkv", hidden, (_Part("q_proj", queries, 0, pairs_of=pairs_of), *(() if shared else own))
-        yield "output", queries, (_Part("o_proj", hidden, 0),)
+        yield "output", attention.attended_size, (_Part("o_proj", hidden, 0),)
     if isinstance(mlp, MlpConfig):
         middle = mlp.intermediate_size
         # Blocks of gate and up alternate, as in the model's matrix.

@@ -139,7 +139,7 @@ class NativeLayer:
             self.value_norm = _ones(attention.head_dim)
         if attention.has_bias:
             self.qkv_bias = empty_float32(attention.projected_size)
-            self.attention_gate_bias = empty_float32(heads) if attention.has_gate else None
+            self.attention_gate_bias = empty_float32(attention.attended_size) if attention.has_gate else None
         if attention.has_output_bias:
             self.output_bias = empty_float32(hidden)
         if attention.has_sinks:
@@ -193,6 +193,7 @@ class NativeLayer:
                 "shares_kv": attention.kv_from is not None,
                 "has_turned_norms": attention.has_turned_norms,
                 "clip": attention.clip or 0.0,
+                "value_dim": attention.value_dim,
             }
         if isinstance(mlp, MlpConfig) and mlp.cutoff is not None:
             own_fields |= {"has_cutoff": True, "cutoff": mlp.cutoff}
@@ -278,7 +279,7 @@ class NativeLayer:
         heads, keys = attention.query_size, attention.key_size
         own = (
             ("k_proj", of_heads(_part(self.qkv_bias, heads, keys))),
-            ("v_proj", _part(self.qkv_bias, heads + keys, keys)),
+            ("v_proj", _part(self.qkv_bias, heads + keys, attention.value_size)),
         )
         return (
             ("q_proj", of_heads(_part(self.qkv_bias, 0, heads))),

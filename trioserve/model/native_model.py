@@ -125,15 +125,19 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     turned_dim = max((attention.turned_dim for attention in config.attentions), default=0)
     if turned_dim > HEAD_DIM_MAX:
         return f"head_dim is {turned_dim}, above {HEAD_DIM_MAX}"
-    head_dims = {attention.head_dim for attention in config.attentions if isinstance(attention, AttentionConfig)}
-    if len(head_dims) > 1 and any(size % DEPTH_UNIT for size in head_dims):
-        return f"head_dim differs from layer to layer, and is no multiple of {DEPTH_UNIT}"
+    heads = {
+        (attention.head_dim, attention.attended_size)
+        for attention in config.attentions
+        if isinstance(attention, AttentionConfig)
+    }
+    if len(heads) > 1 and any(size % DEPTH_UNIT for sizes in heads for size in sizes):
+        return f"heads differ from layer to layer, and their sizes are no multiples of {DEPTH_UNIT}"
     return None
 
 
 def _attention_sizes(attention: AttentionConfig | LatentAttentionConfig) -> tuple[tuple[str, int], ...]:
     if isinstance(attention, AttentionConfig):
-        return (("head_dim", attention.head_dim),)
+        return (("head_dim", attention.head_dim), ("v_head_dim", attention.value_dim))
     return (
         ("q_lora_rank", attention.query_rank or 0),
         ("kv_lora_rank", attention.latent_dim),

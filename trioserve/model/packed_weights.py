@@ -351,11 +351,11 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             qkv = [part(heads, hidden, f"{layer}.q_proj.weight", pairs_of=pairs_of)]
             if attention.kv_from is None:
                 qkv.append(part(keys, hidden, f"{layer}.k_proj.weight", pairs_of=pairs_of))
-                qkv.append(part(keys, hidden, f"{layer}.v_proj.weight"))
-            matrices[f"{layer}.qkv"] = tuple(qkv)
-            matrices[f"{layer}.output"] = (part(hidden, heads, f"{layer}.o_proj.weight"),)
+                qkv.append(part(attention.value_size, hidden, f"{layer}.v_proj.weight"))
+            matrices[f"{layer}.qkv"], attended = tuple(qkv), attention.attended_size
+            matrices[f"{layer}.output"] = (part(hidden, attended, f"{layer}.o_proj.weight"),)
             if attention.has_gate:
-                matrices[f"{layer}.attention_gate"] = (part(heads, hidden, f"{layer}.q_gate_proj.weight"),)
+                matrices[f"{layer}.attention_gate"] = (part(attended, hidden, f"{layer}.q_gate_proj.weight"),)
         if (recurrent := described.recurrent) is not None:
             if isinstance(recurrent, DeltaNetConfig):
                 matrices[f"{layer}.input"] = (

@@ -43,6 +43,7 @@ FURTHER_KINDS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("gemma4", 2, {}),
     ("gemma4-moe", 2, {}),
     ("hunyuan-moe", 2, {}),
+    ("mimo-v2-flash", 2, {}),
     ("cohere2", 2, {}),
     ("gpt-neox", 2, {}),
     ("phi", 2, {}),

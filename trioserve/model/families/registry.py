@@ -47,6 +47,7 @@ from trioserve.model.families.llama import CWM, ERNIE45, ERNIE45_MOE, HELIUM, IN
 from trioserve.model.families.llama4 import LLAMA4
 from trioserve.model.families.mamba import FALCON_MAMBA, JAMBA, MAMBA
 from trioserve.model.families.mamba2 import BAMBA, MAMBA2
+from trioserve.model.families.mimo import MIMO_V2_FLASH
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
 from trioserve.model.families.mixtral import DBRX, MINIMAX_M2, MIXTRAL
 from trioserve.model.families.nemotron_h import NEMOTRON_H
@@ -139,6 +140,7 @@ FAMILIES: tuple[Family, ...] = (
     MPT,
     MIXTRAL,
     DBRX,
+    MIMO_V2_FLASH,
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,

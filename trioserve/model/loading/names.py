@@ -525,11 +525,11 @@ def _attention_matrices(
         return
     yield "q_proj", attention.query_size, hidden, attention.has_bias
     if attention.has_gate:
-        yield "q_gate_proj", attention.query_size, hidden, attention.has_bias
+        yield "q_gate_proj", attention.attended_size, hidden, attention.has_bias
     if attention.kv_from is None:
         yield "k_proj", attention.key_size, hidden, attention.has_bias and attention.has_key_bias
-        yield "v_proj", attention.key_size, hidden, attention.has_bias
-    yield "o_proj", hidden, attention.query_size, attention.has_output_bias
+        yield "v_proj", attention.value_size, hidden, attention.has_bias
+    yield "o_proj", hidden, attention.attended_size, attention.has_output_bias
 
 
 def _recurrent_matrices(mixer: Recurrent, hidden: int) -> Iterator[tuple[str, int, int, bool]]:

@@ -410,13 +410,14 @@ def _attention(attention: AttentionConfig, place: Place) -> tuple[AttentionConfi
     assert found is not None, "_Divider.__init__ has checked the number of heads"
     heads, groups = found
     queries, keys = times(heads, attention.head_dim), times(groups, attention.head_dim)
+    attended, values = times(heads, attention.value_dim), times(groups, attention.value_dim)
     has_norms_of_heads = attention.qk_norm in ("heads", "row")
     cuts = {
         "q_proj": rows(queries),
-        "q_gate_proj": rows(queries),
+        "q_gate_proj": rows(attended),
         "k_proj": rows(keys),
-        "v_proj": rows(keys),
-        "o_proj": columns(place[0], queries),
+        "v_proj": rows(values),
+        "o_proj": columns(place[0], attended),
         "q_norm": rows(queries) if has_norms_of_heads else WHOLE,
         "k_norm": rows(keys) if has_norms_of_heads else WHOLE,
         "sinks": rows(heads),
