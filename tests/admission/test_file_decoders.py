@@ -57,8 +57,9 @@ async def test_process_decodes_the_same_pixels() -> None:
     content = png(mode="RGBA")
     with decoding() as decoder:
         async with decoder.turn("key"):
-            tiles = await decoder.tiles(content, FAKE_IMAGES, FAKE_IMAGES.plan(40, 30), "here")
-            assert np.array_equal(np.asarray(tiles), tiles_of(content, FAKE_IMAGES, "here"))
+            plan = FAKE_IMAGES.plan(40, 30)
+            tiles = await decoder.tiles(content, FAKE_IMAGES, plan, "here")
+            assert np.array_equal(np.asarray(tiles), tiles_of(content, FAKE_IMAGES, plan, "here"))
             assert await decoder.image(content, "here") == decoded_image(content, LIMITS, "here")
             assert await decoder.mask(content, "here") == decoded_mask(content, LIMITS, "here")
 

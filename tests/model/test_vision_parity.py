@@ -69,7 +69,7 @@ class Prompted:
         text = self.reader.expand_images(tokenizer.chat_template.render(ChatPrompt(messages=marked)), read)
         self.token_ids = tokenizer.encode(text, add_special_tokens=False)
         self.images = self.reader.locate_images(self.token_ids, read)
-        self.tiles = [tiles_of(image.content, self.processing, image.place) for image in read]
+        self.tiles = [tiles_of(image.content, self.processing, image.plan, image.place) for image in read]
 
     def given(self, runner: Any) -> tuple[GivenRows, ...]:
         rows: list[GivenRows] = []
@@ -110,7 +110,9 @@ class Expected:
         return pixels.reshape(-1, *pixels.shape[-3:])
 
     def rows(self) -> torch.Tensor:
-        images = {name: values for name, values in self.inputs.items() if name.startswith(("pixel_", "image_"))}
+        images = {
+            name: values for name, values in self.inputs.items() if name.startswith(("pixel_", "image_", "batch_"))
+        }
         with torch.no_grad():
             out = self.model.get_image_features(**images)
         return torch.cat(list(out.pooler_output))
@@ -148,20 +150,36 @@ def chat(*files: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, image_size", [("idefics3", 32), ("smolvlm", 32), ("smolvlm", 48), ("gemma3", 32)])
+@pytest.mark.parametrize(
+    "kind, image_size, sizes",
+    [
+        ("idefics3", 32, [(60, 33), (20, 20)]),
+        ("smolvlm", 32, [(60, 33), (20, 20)]),
+        ("smolvlm", 48, [(60, 33), (20, 20)]),
+        ("gemma3", 32, [(60, 33), (20, 20)]),
+        ("llava", 32, [(60, 33), (20, 41)]),
+        ("llava_onevision", 32, [(60, 33), (20, 41)]),
+        ("llava_onevision", 32, [(150, 61)]),
+        ("llava_onevision", 32, [(33, 35)]),
+        ("internvl", 32, [(150, 61), (20, 41)]),
+    ],
+)
 def test_images_prompts_and_tokens_equal_those_of_transformers(
     kind: str,
     image_size: int,
+    sizes: list[tuple[int, int]],
     cpu_kernels: str,
     vision_checkpoint: Callable[..., Path],
     tiny_vision: ModuleType,
     step_driver: ModuleType,
 ) -> None:
     path = vision_checkpoint(kind, image_size)
-    files = [tiny_vision.image_file(60, 33), tiny_vision.image_file(20, 20, seed=1)]
+    files = [tiny_vision.image_file(*size, seed=seed) for seed, size in enumerate(sizes)]
     messages = chat(*files)
+    if len(files) == 1:  # Some families cut an image into tiles only if it is the only one.
+        messages = messages[:1]
     prompted = Prompted(path, messages)
-    expected = Expected(path, tiny_vision.processor(kind), messages, [*files, files[0]])
+    expected = Expected(path, tiny_vision.processor(kind), messages, [*files, files[0]] if len(files) > 1 else files)
     assert prompted.token_ids == expected.token_ids
     runner = step_driver.load_runner(path, cpu_kernels=cpu_kernels)
     pixels = np.concatenate([[runner.vision.pixels(tile) for tile in tiles] for tiles in prompted.tiles])
@@ -196,3 +214,18 @@ def test_images_prompts_and_tokens_equal_those_of_transformers(
     driver.add("blind", prompt)
     driver.step({"blind": len(prompt)})
     runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llava_onevision", "internvl"])
+def test_token_counts_of_many_sizes_equal_those_of_transformers(
+    kind: str, vision_checkpoint: Callable[..., Path], tiny_vision: ModuleType
+) -> None:
+    part = open_checkpoint(vision_checkpoint(kind)).vision
+    assert part is not None
+    rng = np.random.default_rng(1)
+    sizes = [tuple(map(int, rng.integers(1, limit, 2))) for limit in (100, 1000, 5000) for _ in range(300)]
+    expected = tiny_vision.processor(kind)._get_num_multimodal_tokens([(height, width) for width, height in sizes])
+    borders = 2 if kind == "internvl" else 0
+    planned = [part.processing.plan(width, height).row_count + borders for width, height in sizes]
+    assert planned == expected["num_image_tokens"]

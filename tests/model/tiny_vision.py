@@ -14,7 +14,7 @@ import numpy as np
 
 __all__ = ["IMAGE_TOKEN", "KINDS", "TILE_TOKENS", "VOCAB_SIZE", "image_file", "processor", "write_checkpoint"]
 
-KINDS = ("idefics3", "smolvlm", "gemma3")
+KINDS = ("idefics3", "smolvlm", "gemma3", "llava", "llava_onevision", "internvl")
 VOCAB_SIZE = 320
 IMAGE_TOKEN = "<image>"
 TILE_TOKENS = 16
@@ -29,9 +29,15 @@ _SPECIAL = (
     "<image_soft_token>",
     "<end_of_image>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+    "<img>",
+    "</img>",
+    "<IMG_CONTEXT>",
+    "<video>",
 )
-_SIGNS = {"gemma3": "<start_of_image>"}  # of images in chat templates. Others have IMAGE_TOKEN.
-_ROW_TOKENS = {"gemma3": "<image_soft_token>"}
+# Signs of images in chat templates, and tokens of rows. Others have IMAGE_TOKEN.
+_SIGNS = {"gemma3": "<start_of_image>", "internvl": "<IMG_CONTEXT>"}
+_ROW_TOKENS = {"gemma3": "<image_soft_token>", "internvl": "<IMG_CONTEXT>"}
+_CANVASES = [[32 * rows, 32 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 END_TOKEN_ID = _SPECIAL.index("<end_of_utterance>")
 CHAT_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
@@ -61,6 +67,13 @@ _TEXTS_OF: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "llava_onevision": {"model_type": "qwen2"},
+    "internvl": {"model_type": "qwen2"},
+}
+_EYES_OF: dict[str, dict[str, Any]] = {
+    "llava": {"model_type": "clip_vision_model", "num_hidden_layers": 3},
+    "llava_onevision": {"model_type": "siglip_vision_model"},
+    "internvl": {"model_type": "internvl_vision"},
 }
 _EYES: dict[str, Any] = {
     "hidden_size": 32,
@@ -92,13 +105,20 @@ def write_checkpoint(
             "boi_token_index": _SPECIAL.index("<start_of_image>"),
             "eoi_token_index": _SPECIAL.index("<end_of_image>"),
         },
+        "llava": {"image_seq_length": 64},
+        "llava_onevision": {
+            "image_grid_pinpoints": _CANVASES,
+            "vision_aspect_ratio": "anyres_max_2",
+            "video_token_index": _SPECIAL.index("<video>"),
+        },
+        "internvl": {"image_seq_length": TILE_TOKENS},
     }[kind]
     row_token = _SPECIAL.index(_ROW_TOKENS.get(kind, IMAGE_TOKEN))
     config = transformers.AutoConfig.for_model(
         kind,
         text_config={**_TEXTS, **_TEXTS_OF.get(kind, {})},
-        vision_config={**_EYES, "image_size": image_size},
-        **{"image_token_id" if kind in ("idefics3", "smolvlm") else "image_token_index": row_token},
+        vision_config={**_EYES, "image_size": image_size, **_EYES_OF.get(kind, {})},
+        **{"image_token_index" if kind in ("gemma3", "llava", "llava_onevision") else "image_token_id": row_token},
         tie_word_embeddings=False,
         pad_token_id=0,
         **fields,
@@ -118,16 +138,29 @@ def write_checkpoint(
     model.to(getattr(torch, dtype))
     model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=END_TOKEN_ID)
     model.save_pretrained(directory)
-    processor(kind, longest_edge=longest_edge).save_pretrained(directory)
+    prepares = processor(kind, longest_edge=longest_edge)
+    if kind in ("llava_onevision", "internvl"):  # Without a processor of videos, transformers saves only the parts.
+        prepares.image_processor.save_pretrained(directory)
+        prepares.tokenizer.save_pretrained(directory)
+    else:
+        prepares.save_pretrained(directory)
 
 
 def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = True) -> Any:
     """Return transformers' processor."""
     from transformers import PreTrainedTokenizerFast
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+    from transformers.models.internvl.processing_internvl import InternVLProcessor
+    from transformers.models.llava.processing_llava import LlavaProcessor
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
+    from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     named = {}
@@ -136,6 +169,13 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
             "boi_token": "<start_of_image>",
             "image_token": "<image_soft_token>",
             "eoi_token": "<end_of_image>",
+        }
+    if kind == "internvl":
+        named = {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
         }
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_tokenizer(),
@@ -147,12 +187,50 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
     template = CHAT_TEMPLATE.replace(IMAGE_TOKEN, _SIGNS.get(kind, IMAGE_TOKEN))
     tokenizer.chat_template = template
     if kind == "gemma3":
-        square = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-        return Gemma3Processor(square, tokenizer, chat_template=template, image_seq_length=TILE_TOKENS)
+        distorted = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+        return Gemma3Processor(distorted, tokenizer, chat_template=template, image_seq_length=TILE_TOKENS)
+    square = {"height": 32, "width": 32}
+    if kind == "llava":
+        clip = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=square)
+        return LlavaProcessor(
+            clip,
+            tokenizer,
+            patch_size=4,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=template,
+        )
+    if kind == "llava_onevision":
+        anyres = LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=_CANVASES)
+        return _without_videos(LlavaOnevisionProcessor)(
+            anyres,
+            tokenizer,
+            num_image_tokens=64,
+            vision_feature_select_strategy="full",
+            vision_aspect_ratio="anyres_max_2",
+            chat_template=template,
+        )
+    if kind == "internvl":
+        tiles = GotOcr2ImageProcessorPil(size=square, max_patches=6)
+        return _without_videos(InternVLProcessor)(
+            tiles, tokenizer, image_seq_length=TILE_TOKENS, chat_template=template
+        )
     images = {"idefics3": Idefics3ImageProcessorPil, "smolvlm": SmolVLMImageProcessorPil}[kind](
         size={"longest_edge": longest_edge}, max_image_size={"longest_edge": 32}, do_image_splitting=splits
     )
     return Idefics3Processor(images, tokenizer, image_seq_len=TILE_TOKENS, chat_template=template)
+
+
+def _without_videos(whole: Any) -> Any:
+    """Return a class of processors whose processor of videos is None, because that one needs torchvision."""
+
+    class WithoutVideos(whole):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name == "video_processor":
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    return WithoutVideos
 
 
 def image_file(width: int = 50, height: int = 40, *, seed: int = 0, format: str = "PNG", mode: str = "RGB") -> bytes:

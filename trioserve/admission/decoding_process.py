@@ -23,7 +23,7 @@ import msgspec
 
 from trioserve.contracts.audio import AudioLimits, AudioProcessing
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.images import ImageLimits, ImagePlan
 from trioserve.vision.families.registry import ImageProcessing, tiles_of
 
 __all__ = [
@@ -56,12 +56,14 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         place: name of the image in error messages.
         limits: limits on the size of the image and on the time.
         processing: how to split the image into tiles. None if `kind` is not "tiles".
+        plan: plan of the tiles. None if `kind` is not "tiles".
     """
 
     kind: Literal["tiles", "picture", "mask"]
     place: str
     limits: ImageLimits
     processing: ImageProcessing | None = None
+    plan: ImagePlan | None = None
 
 
 class AudioJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -149,7 +151,8 @@ def _seen(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryvi
 
     if job.kind == "tiles":
         assert job.processing is not None, "a job for tiles needs `processing`"
-        return DecodeReply(), tiles_of(content, job.processing, job.place).data.cast("B")
+        assert job.plan is not None, "a job for tiles needs `plan`"
+        return DecodeReply(), tiles_of(content, job.processing, job.plan, job.place).data.cast("B")
     read = decoded_image if job.kind == "picture" else decoded_mask
     image = read(content, job.limits, job.place)
     return DecodeReply(width=image.width, height=image.height), image.rgb

@@ -160,7 +160,9 @@ class ImageDecoder(FileDecoder):
             Overloaded: no process can be started.
         """
         _, pixels = await self._decoded(
-            DecodeJob(kind="tiles", place=place, limits=self.limits, processing=processing), content, plan.pixel_bytes
+            DecodeJob(kind="tiles", place=place, limits=self.limits, processing=processing, plan=plan),
+            content,
+            plan.pixel_bytes,
         )
         return tiles_from(pixels, plan)
 

@@ -155,7 +155,7 @@ class ReadImage(msgspec.Struct, frozen=True):
     Attributes:
         place: name of the image in error messages, such as messages[0].content[1].
         content: bytes of the file.
-        digest: hash of the file and of the model's image processing. Equal digests mean equal embeddings.
+        digest: hash of the file, its plan and the model's image processing. Equal digests mean equal embeddings.
         plan: the tiles and the rows of the image.
     """
 
@@ -225,8 +225,9 @@ class ImageReader:
         for source in sources:
             content = content_of(source, self.limits)
             header = read_header(content, self.limits, source.place)
+            plan = self.processing.plan(*header.upright_size, len(sources))
             digest = blake2b(content, digest_size=_DIGEST_BYTES, key=blake2b(self._name, digest_size=32).digest())
-            plan = self.processing.plan(*header.upright_size)
+            digest.update(msgspec.json.encode(plan))
             read.append(ReadImage(source.place, content, digest.digest(), plan))
         return read
 
@@ -263,30 +264,21 @@ class ImageReader:
         Raises:
             InvalidRequest: the runs of image tokens do not match the plans of the images.
         """
-        runs = _runs(token_ids, self.processing.image_token_id)
+        image_token_id = self.processing.image_token_id
+        positions = [position for position, token_id in enumerate(token_ids) if token_id == image_token_id]
         located, first = [], 0
         for image in images:
-            own = runs[first : first + len(image.plan.runs)]
-            first += len(image.plan.runs)
-            located.append(PromptImage(image, tuple(own)))
-        planned = [count for image in images for count in image.plan.runs]
-        if planned != [count for _, count in runs]:
+            runs: list[tuple[int, int]] = []
+            for count in image.plan.runs:  # The runs of two images may be adjacent.
+                own = positions[first : first + count]
+                if len(own) == count and own[-1] - own[0] == count - 1:
+                    runs.append((own[0], count))
+                first += count
+            located.append(PromptImage(image, tuple(runs)))
+        if first != len(positions) or any(len(one.runs) != len(one.image.plan.runs) for one in located):
             raise InvalidRequest(
-                f"the tokens of the prompt have {len(runs)} runs of image tokens, but the images have {len(planned)}: "
-                "leave the model's special tokens out of the texts",
+                f"the prompt has {len(positions)} tokens of images, but the images have {first}, or other tokens are "
+                "between them: leave the model's special tokens out of the texts",
                 param="messages",
             )
         return tuple(located)
-
-
-def _runs(token_ids: Sequence[int], token_id: int) -> list[tuple[int, int]]:
-    """Return the position and the length of each run of equal tokens `token_id`."""
-    runs: list[tuple[int, int]] = []
-    for position, found in enumerate(token_ids):
-        if found != token_id:
-            continue
-        if runs and sum(runs[-1]) == position:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((position, 1))
-    return runs

@@ -173,6 +173,20 @@ class Fields:
             raise self.wrong(name, "a whole number or a list of them")
         return tuple(items)
 
+    def pairs_or(self, name: str, default: T) -> tuple[tuple[int, int], ...] | T:
+        value = self._value(name)
+        if value is None:
+            return default
+        wanted = "a list of pairs of whole numbers"
+        if not isinstance(value, list):
+            raise self.wrong(name, wanted)
+        pairs = []
+        for pair in value:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_whole, pair)):
+                raise self.wrong(name, wanted)
+            pairs.append((pair[0], pair[1]))
+        return tuple(pairs)
+
     def numbers(self, name: str) -> tuple[float, ...]:
         """Return a list of numbers. The field must exist. A number may be an object, as transformers writes infinity.
 
@@ -368,7 +382,10 @@ ROPE_NOTES = frozenset(
 ROPE_LAYERS = ("full_attention", "sliding_attention")  # A model may have only one of these types.
 
 # Fields outside of text_config, in configs of models that read images.
-IMAGE_NOTES = ("scale_factor", "text_config", "tie_word_embeddings", "use_reentrant_checkpointing", "vocab_size")
+IMAGE_NOTES = (
+    *("downsample_ratio", "scale_factor", "text_config", "tie_word_embeddings", "use_reentrant_checkpointing"),
+    "vocab_size",
+)
 IMAGE_PREFIXES = (
     *("audio_", "boa_", "boi_", "eoa_", "eoi_", "image_", "mm_", "multimodal_", "projector_", "spatial_"),
     *("video_", "vision_"),

@@ -41,6 +41,7 @@ from trioserve.model.loading.quantized_matrix import Mxfp4Matrix, QuantizedMatri
 from trioserve.model.loading.stored_tensor import FP8_ROWS, PLAIN_DTYPES, STORAGE_BYTES, FileTensor, StoredTensor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values
+from trioserve.model.vision.family import UnknownEncoder
 from trioserve.model.vision.part import IMAGE_FAMILIES, VisionPart
 
 __all__ = [
@@ -268,7 +269,11 @@ def _vision_part(
     if not sees_images(config):
         return None
     if (name := named_class(config)) in IMAGE_FAMILIES:
-        return VisionPart(directory, config, name, texts, stored)
+        try:
+            return VisionPart(directory, config, name, texts, stored)
+        except UnknownEncoder as error:
+            logger.warning("images are not served: %s", error)
+            return None
     logger.warning("images are not served: only the text part of this model is supported")
     return None
 

@@ -9,18 +9,18 @@ trioserve/vision/families.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.layer_config import Activation
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.hf_config import read_json_object
 from trioserve.model.loading.names import Shape
 from trioserve.model.model_config import LAYERS_MAX
 
 __all__ = [
+    "UnknownEncoder",
     "VisionConfig",
     "VitConfig",
     "image_token_id",
@@ -30,21 +30,40 @@ __all__ = [
     "vit_config",
 ]
 
+VitActivation = Literal["gelu", "gelu_tanh", "quick_gelu"]
+
 DIMENSION_MAX = 2**16
 IMAGE_SIZE_MAX = 4096
 # Patches per tile. Memory of attention grows with the square of this number. Real models have up to 5,184 patches.
 TILE_PATCHES_MAX = 2**14
 
-_ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_ACTIVATIONS: dict[str, VitActivation] = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 writes the second file.
 
 
+class UnknownEncoder(ModelLoadError):
+    """The image encoder is of a kind that is not supported. Then only the language model is served."""
+
+
 class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Config of SigLIP (arXiv 2303.15343) without its head: a transformer over the patches of a tile.
+    """Config of a transformer over the patches of a tile: SigLIP (arXiv 2303.15343), CLIP (arXiv 2103.00020) or
+    InternViT (arXiv 2312.14238), without a head.
 
     Attributes:
+        layer_count: layers that are computed. A checkpoint may have more.
         image_size: width and height in pixels of the images for which the model has position embeddings.
         patch_size: width and height of a patch in pixels.
+        has_class_token: a learned row is before the rows of the patches, and is removed after the last layer.
+        has_patch_bias: the patch embedding has a bias.
+        has_attention_bias: queries, keys and values have biases.
+        has_first_norm: a norm is before the first layer.
+        has_last_norm: a norm is after the last layer.
+        has_layer_scale: learned factors multiply the output of attention and MLP.
 
     Raises:
         ModelLoadError: values contradict each other. The message names the field.
@@ -57,7 +76,13 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
     image_size: int
     patch_size: int
     norm_eps: float
-    activation: Activation
+    activation: VitActivation
+    has_class_token: bool = False
+    has_patch_bias: bool = True
+    has_attention_bias: bool = True
+    has_first_norm: bool = False
+    has_last_norm: bool = True
+    has_layer_scale: bool = False
 
     def __post_init__(self) -> None:
         for name, largest in (
@@ -91,9 +116,15 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
         hidden, middle = self.hidden_size, self.intermediate_size
         shapes: dict[str, Shape] = {
             "vision_model.embeddings.patch_embedding.weight": (hidden, 3, self.patch_size, self.patch_size),
-            "vision_model.embeddings.patch_embedding.bias": (hidden,),
-            "vision_model.embeddings.position_embedding.weight": (self.positions_per_side**2, hidden),
+            "vision_model.embeddings.position_embedding.weight": (
+                self.positions_per_side**2 + self.has_class_token,
+                hidden,
+            ),
         }
+        if self.has_patch_bias:
+            shapes["vision_model.embeddings.patch_embedding.bias"] = (hidden,)
+        if self.has_class_token:
+            shapes["vision_model.embeddings.class_embedding"] = (hidden,)
         for index in range(self.layer_count):
             layer = f"vision_model.encoder.layers.{index}"
             for module, rows, columns in (
@@ -102,11 +133,19 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
                 ("mlp.fc2", hidden, middle),
             ):
                 shapes[f"{layer}.{module}.weight"] = (rows, columns)
-                shapes[f"{layer}.{module}.bias"] = (rows,)
+                if self.has_attention_bias or module not in _QUERIES_KEYS_VALUES:
+                    shapes[f"{layer}.{module}.bias"] = (rows,)
             for norm in ("layer_norm1", "layer_norm2"):
                 shapes[f"{layer}.{norm}.weight"] = shapes[f"{layer}.{norm}.bias"] = (hidden,)
-        shapes["vision_model.post_layernorm.weight"] = shapes["vision_model.post_layernorm.bias"] = (hidden,)
+            if self.has_layer_scale:
+                shapes[f"{layer}.lambda_1"] = shapes[f"{layer}.lambda_2"] = (hidden,)
+        for norm, is_there in (("pre_layrnorm", self.has_first_norm), ("post_layernorm", self.has_last_norm)):
+            if is_there:
+                shapes[f"vision_model.{norm}.weight"] = shapes[f"vision_model.{norm}.bias"] = (hidden,)
         return shapes
+
+
+_QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -117,6 +156,14 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     output_size: int
+
+    names: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Parts of our names, and the parts of the names in files that replace them, in this order."""
+
+    @property
+    def layers_ignored(self) -> range:
+        """Return the indexes of layers that a checkpoint has, but that are not computed."""
+        return range(0)
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of every tensor, by name. part.py maps these names to names in files."""
@@ -156,14 +203,19 @@ def vision_fields(outer: Fields) -> Fields:
     return fields
 
 
-def vit_config(fields: Fields, **defaults: Any) -> VitConfig:
+def vit_config(
+    fields: Fields, *, layer_count: int | None = None, activation: str = "gelu_pytorch_tanh", **defaults: Any
+) -> VitConfig:
     """Read the transformer of an image encoder.
 
     Args:
         fields: fields of the image encoder.
-        defaults: values of missing fields, as in transformers' class, by the attributes of VitConfig.
+        layer_count: number of layers to compute. None: all layers.
+        activation: value of a missing hidden_act.
+        defaults: values of missing fields, as in transformers' class, by the attributes of VitConfig. All attributes
+            with a default in VitConfig are taken from here.
     """
-    activation = fields.text_or("hidden_act", "gelu_pytorch_tanh")
+    activation = fields.text_or("hidden_act", activation)
     if activation not in _ACTIVATIONS:
         raise fields.wrong("hidden_act", " or ".join(_ACTIVATIONS))
     if fields.whole_or("num_channels", 3) != 3:
@@ -171,13 +223,22 @@ def vit_config(fields: Fields, **defaults: Any) -> VitConfig:
     return VitConfig(
         hidden_size=fields.whole_or("hidden_size", defaults["hidden_size"]),
         intermediate_size=fields.whole_or("intermediate_size", defaults["intermediate_size"]),
-        layer_count=fields.whole_or("num_hidden_layers", defaults["layer_count"]),
+        layer_count=fields.whole_or("num_hidden_layers", 12) if layer_count is None else layer_count,
         head_count=fields.whole_or("num_attention_heads", defaults["head_count"]),
-        image_size=fields.whole_or("image_size", defaults["image_size"]),
-        patch_size=fields.whole_or("patch_size", defaults["patch_size"]),
+        image_size=_square(fields, "image_size", defaults["image_size"]),
+        patch_size=_square(fields, "patch_size", defaults["patch_size"]),
         norm_eps=fields.number_or("layer_norm_eps", defaults.get("norm_eps", 1e-6)),
         activation=_ACTIVATIONS[activation],
+        **{name: value for name, value in defaults.items() if name.startswith("has_")},
     )
+
+
+def _square(fields: Fields, name: str, default: int) -> int:
+    """Return the side of a square, which a config has as one number or as two equal numbers."""
+    sides = fields.wholes(name) or (default,)
+    if len(sides) > 2 or sides[0] != sides[-1]:
+        raise fields.wrong(name, "a square")
+    return sides[0]
 
 
 def processor_fields(directory: Path) -> Fields:

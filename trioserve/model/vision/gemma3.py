@@ -65,9 +65,7 @@ def read_gemma3(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Gem
     """
     fields = vision_fields(outer)
     # Fields that are missing have the defaults of transformers' classes.
-    vit = vit_config(
-        fields, hidden_size=768, intermediate_size=3072, layer_count=12, head_count=12, image_size=224, patch_size=16
-    )
+    vit = vit_config(fields, hidden_size=768, intermediate_size=3072, head_count=12, image_size=224, patch_size=16)
     count = outer.whole_or("mm_tokens_per_image", 256)
     config = Gemma3Config(vit=vit, tokens_per_side=math.isqrt(max(count, 0)), output_size=texts.hidden_size)
     if config.tokens_per_side**2 != count:

@@ -84,7 +84,6 @@ def read_idefics3(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[I
             fields,
             hidden_size=1152,
             intermediate_size=3072,
-            layer_count=12,
             head_count=16,
             image_size=224,
             patch_size=32,

@@ -13,12 +13,14 @@ from typing import TypeAlias
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
-from trioserve.model.loading.names import Shape, TensorPlace
+from trioserve.model.loading.names import TensorPlace
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.gemma3 import read_gemma3
 from trioserve.model.vision.idefics3 import read_idefics3
+from trioserve.model.vision.internvl import read_internvl
+from trioserve.model.vision.llava import read_llava, read_onevision
 from trioserve.model.vision.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
 from trioserve.vision.families.registry import ImageProcessing
 
@@ -28,6 +30,9 @@ _Read: TypeAlias = Callable[[Path, Fields, ModelConfig], tuple[VisionConfig, Ima
 IMAGE_FAMILIES: dict[str, _Read] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Idefics3ForConditionalGeneration": read_idefics3,
+    "InternVLForConditionalGeneration": read_internvl,
+    "LlavaForConditionalGeneration": read_llava,
+    "LlavaOnevisionForConditionalGeneration": read_onevision,
     "Qwen2VLForConditionalGeneration": read_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
@@ -71,9 +76,8 @@ class VisionPart:
             )
         self._stored: dict[str, FileTensor] = {}
         if stored is not None:
-            shapes = self.config.shapes()
-            self._stored = _placed(stored, shapes)
-            _check_layers(stored, shapes)
+            self._stored = _placed(stored, self.config)
+            _check_layers(stored, self.config)
         self.files = tuple(dict.fromkeys(tensor.path for tensor in self._stored.values()))
         self.weight_bytes = sum(tensor.byte_count for tensor in self._stored.values())
 
@@ -83,16 +87,18 @@ class VisionPart:
             yield tensor.stored(name, TensorPlace(name, tensor.shape))
 
 
-def _file_names(name: str) -> list[str]:
+def _file_names(name: str, config: VisionConfig) -> list[str]:
+    for ours, theirs in config.names:
+        name = name.replace(ours, theirs)
     inner = name.removeprefix(_TOWERS[0])
     names = [name] if inner == name else [tower + inner for tower in _TOWERS]
     return [root + one for one in names for root in _ROOTS]
 
 
-def _placed(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> dict[str, FileTensor]:
+def _placed(stored: Mapping[str, FileTensor], config: VisionConfig) -> dict[str, FileTensor]:
     placed = {}
-    for name, shape in shapes.items():
-        tensor = next((stored[theirs] for theirs in _file_names(name) if theirs in stored), None)
+    for name, shape in config.shapes().items():
+        tensor = next((stored[theirs] for theirs in _file_names(name, config) if theirs in stored), None)
         if tensor is None:
             raise ModelLoadError(f"the weights lack {name} of the image part: the checkpoint is incomplete")
         if tensor.shape != shape or tensor.storage not in PLAIN_DTYPES:
@@ -104,13 +110,14 @@ def _placed(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> di
     return placed
 
 
-def _check_layers(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> None:
+def _check_layers(stored: Mapping[str, FileTensor], config: VisionConfig) -> None:
     """Raise ModelLoadError if the files have more layers than the config. All other unused tensors are ignored."""
     layers = "vision_model.encoder.layers."
-    known = {theirs for name in shapes if name.startswith(layers) for theirs in _file_names(name)}
-    prefixes = tuple(_file_names(layers))
+    known = {theirs for name in config.shapes() if name.startswith(layers) for theirs in _file_names(name, config)}
+    prefixes = tuple(_file_names(layers, config))
+    ignored = tuple(f"{prefix}{layer}." for prefix in prefixes for layer in config.layers_ignored)
     for name in stored:
-        if name.startswith(prefixes) and name not in known:
+        if name.startswith(prefixes) and name not in known and not name.startswith(ignored):
             raise ModelLoadError(
                 f"the weights hold {name[:80]}, which the vision_config does not have: weights and config do not "
                 "belong to the same model"

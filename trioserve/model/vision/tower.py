@@ -20,15 +20,16 @@ from trioserve.model.layer_config import Activation
 from trioserve.model.layers import Linear
 from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
-from trioserve.model.vision.family import VisionConfig, VitConfig
+from trioserve.model.vision.family import VisionConfig, VitActivation, VitConfig
 from trioserve.vision.families.family import FamilyProcessing
 
 __all__ = ["ACTIVATIONS", "ImagePass", "VisionTower", "Vit"]
 
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[Activation | VitActivation, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
+    "quick_gelu": lambda values: values * torch.sigmoid(1.702 * values),
 }
 
 
@@ -142,7 +143,7 @@ class VisionTower:
 
 
 class Vit:
-    """A transformer over the patches of a tile: SigLIP without its head.
+    """A transformer over the patches of a tile, see VitConfig.
 
     Args:
         tower: encoder that has the weights.
@@ -154,12 +155,18 @@ class Vit:
         self._config = config
         embeddings = "vision_model.embeddings"
         self._patch = tower.plain(f"{embeddings}.patch_embedding.weight")
-        self._patch_bias = tower.plain(f"{embeddings}.patch_embedding.bias")
+        self._patch_bias = tower.plain(f"{embeddings}.patch_embedding.bias") if config.has_patch_bias else None
         self._positions = tower.plain(f"{embeddings}.position_embedding.weight")
+        self._class = tower.plain(f"{embeddings}.class_embedding") if config.has_class_token else None
+        self._first_norm = None
+        if config.has_first_norm:
+            self._first_norm = tower.layer_norm("vision_model.pre_layrnorm", config.norm_eps)
         self._layers = [
             _Layer(tower, config, f"vision_model.encoder.layers.{index}") for index in range(config.layer_count)
         ]
-        self._last_norm = tower.layer_norm("vision_model.post_layernorm", config.norm_eps)
+        self._last_norm = None
+        if config.has_last_norm:
+            self._last_norm = tower.layer_norm("vision_model.post_layernorm", config.norm_eps)
 
     def encode(self, tile: npt.NDArray[np.uint8], position_ids: Tensor | None = None) -> Generator[None, None, Tensor]:
         """Encode one tile. Yields between two layers.
@@ -169,15 +176,23 @@ class Vit:
             position_ids: int64 [patches], index of each patch's position embedding. None: 0, 1, 2, ...
 
         Returns:
-            [patches, hidden_size], after the last norm.
+            [patches, hidden_size], after the last norm if there is one.
         """
         pixels = torch.from_numpy(self._tower.pixels(tile)).to(self._tower.device, self._tower.torch_dtype)
         found = functional.conv2d(pixels[None], self._patch, self._patch_bias, stride=self._config.patch_size)
-        hidden = found[0].flatten(1).T + (self._positions if position_ids is None else self._positions[position_ids])
+        hidden = found[0].flatten(1).T
+        if self._class is not None:
+            hidden = torch.cat((self._class.view(1, -1), hidden))
+        positions = self._positions.view(-1, hidden.shape[1])
+        hidden = hidden + (positions if position_ids is None else positions[position_ids])
+        if self._first_norm is not None:
+            hidden = self._first_norm(hidden)
         for layer in self._layers:
             hidden = layer(hidden)
             yield
-        return self._last_norm(hidden)
+        if self._class is not None:
+            hidden = hidden[1:]
+        return hidden if self._last_norm is None else self._last_norm(hidden)
 
 
 class _Layer:
@@ -189,6 +204,7 @@ class _Layer:
         self._output = tower.linear(f"{name}.self_attn.out_proj")
         self._up, self._down = (tower.linear(f"{name}.mlp.{part}") for part in ("fc1", "fc2"))
         self._norms = [tower.layer_norm(f"{name}.layer_norm{number}", config.norm_eps) for number in (1, 2)]
+        self._scales = [tower.plain(f"{name}.lambda_{number}") if config.has_layer_scale else 1.0 for number in (1, 2)]
         self._activate = ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -198,8 +214,8 @@ class _Layer:
             for linear in self._projections
         )
         attended = functional.scaled_dot_product_attention(queries, keys, values)
-        hidden = hidden + self._output(attended[0].transpose(0, 1).reshape(hidden.shape))
-        return hidden + self._down(self._activate(self._up(self._norms[1](hidden))))
+        hidden = hidden + self._scales[0] * self._output(attended[0].transpose(0, 1).reshape(hidden.shape))
+        return hidden + self._scales[1] * self._down(self._activate(self._up(self._norms[1](hidden))))
 
 
 class ImagePass:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trioserve.contracts.images import ImagePlan
 from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.gemma3 import Gemma3Config
 from trioserve.model.vision.idefics3 import Idefics3Config
+from trioserve.model.vision.internvl import InternvlConfig
+from trioserve.model.vision.llava import LlavaConfig
 from trioserve.model.vision.qwen_tower import QwenTower
 from trioserve.model.vision.qwen_vl import QwenVLConfig
 from trioserve.model.vision.tower import VisionTower, Vit
 from trioserve.vision.families.family import FamilyProcessing
+from trioserve.vision.families.llava import OneVisionProcessing
 
 __all__ = ["tower_class"]
 
@@ -44,8 +48,22 @@ class Idefics3Tower(VisionTower):
         vit, scale = self._config.vit, self._config.scale_factor
         side = tile.shape[0] // vit.patch_size
         hidden = yield from self._vit.encode(tile, _position_ids(side, vit.positions_per_side, self.device))
-        squares = hidden.view(side // scale, scale, side // scale, scale, -1).permute(0, 2, 1, 3, 4)
-        return self._projection(squares.reshape(-1, vit.hidden_size * scale**2))
+        return self._projection(_squares(hidden, scale))
+
+
+def _squares(hidden: Tensor, scale: int) -> Tensor:
+    """Combine the rows of scale * scale adjacent patches.
+
+    Args:
+        hidden: [patches, hidden_size], patches of a square.
+        scale: patches per side that become one row.
+
+    Returns:
+        [patches / scale^2, hidden_size * scale^2].
+    """
+    side = round(hidden.shape[0] ** 0.5)
+    squares = hidden.reshape(side // scale, scale, side // scale, scale, -1).permute(0, 2, 1, 3, 4)
+    return squares.reshape(-1, hidden.shape[1] * scale**2)
 
 
 def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
@@ -58,6 +76,21 @@ def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
     places = torch.clamp(torch.arange(count, device=device, dtype=torch.float32) * step, max=1.0 - 1e-6)
     buckets = torch.bucketize(places, boundaries, right=True)
     return (buckets[:, None] * trained + buckets[None, :]).flatten()
+
+
+class InternvlTower(VisionTower):
+    """InternViT, then adjacent patches are combined and projected by an MLP."""
+
+    def __init__(self, config: InternvlConfig, processing: FamilyProcessing, **place: Any) -> None:
+        super().__init__(config, processing, **place)
+        self._config = config
+        self._vit = Vit(self, config.vit)
+        self._norm = self.layer_norm("multi_modal_projector.layer_norm", 1e-5)
+        self._up, self._down = (self.linear(f"multi_modal_projector.linear_{number}") for number in (1, 2))
+
+    def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
+        hidden = yield from self._vit.encode(tile)
+        return self._down(functional.gelu(self._up(self._norm(_squares(hidden, self._config.scale_factor)))))
 
 
 class Gemma3Tower(VisionTower):
@@ -79,8 +112,42 @@ class Gemma3Tower(VisionTower):
         return normed.to(self.torch_dtype) @ self._projection
 
 
+class LlavaTower(VisionTower):
+    """CLIP or SigLIP, and an MLP. For LLaVA-OneVision, the rows of all tiles become lines of the whole image."""
+
+    def __init__(self, config: LlavaConfig, processing: FamilyProcessing, **place: Any) -> None:
+        super().__init__(config, processing, **place)
+        self._patches_per_side = config.vit.positions_per_side
+        self._vit = Vit(self, config.vit)
+        self._up, self._down = (self.linear(f"multi_modal_projector.linear_{number}") for number in (1, 2))
+        self._newline = self.plain("image_newline") if config.has_newline else None
+
+    def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
+        hidden = yield from self._vit.encode(tile)
+        return self._down(functional.gelu(self._up(hidden)))
+
+    def joined(self, rows: Sequence[Tensor], plan: ImagePlan) -> Tensor:
+        if self._newline is None:
+            return super().joined(rows, plan)
+        newline = self._newline.to("cpu", torch.float32)
+        if not plan.rows:
+            return torch.cat((*rows, newline[None]))
+        assert isinstance(self.processing, OneVisionProcessing)
+        grid, side = self.processing.grid(plan), self._patches_per_side
+        whole = torch.stack(tuple(rows[1:])).view(plan.rows, plan.columns, side, side, -1)
+        lines = whole.permute(4, 0, 2, 1, 3).reshape(len(newline), plan.rows * side, plan.columns * side)
+        top, left = (lines.shape[1] - grid.height) // 2, (lines.shape[2] - grid.width) // 2
+        lines = lines[:, top : top + grid.height, left : left + grid.width]
+        if (grid.row_count, grid.column_count) != (grid.height, grid.width):
+            lines = functional.interpolate(lines[None], (grid.row_count, grid.column_count), mode="bilinear")[0]
+        ends = newline[:, None, None].expand(-1, grid.row_count, 1)
+        return torch.cat((rows[0], torch.cat((lines, ends), dim=-1).flatten(1).T))
+
+
 _TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
     Gemma3Config: Gemma3Tower,
     Idefics3Config: Idefics3Tower,
     QwenVLConfig: QwenTower,
+    InternvlConfig: InternvlTower,
+    LlavaConfig: LlavaTower,
 }

@@ -90,7 +90,7 @@ def _encoded(prompt: tuple[int, ...], pictures: tuple[int, ...]) -> tuple[tuple[
     token_ids = image_tokenizer().encode(text, add_special_tokens=False)
     given = []
     for one in reader.locate_images(token_ids, images):
-        tiles = tiles_of(one.image.content, FAKE_IMAGES, one.image.place)
+        tiles = tiles_of(one.image.content, FAKE_IMAGES, one.image.plan, one.image.place)
         given += [GivenRows(start, count, b"", rows_of(tiles, tile)) for tile, (start, count) in enumerate(one.runs)]
     return tuple(token_ids), tuple(given)
 

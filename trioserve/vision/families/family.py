@@ -58,11 +58,12 @@ class FamilyProcessing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Return how many tokens an image has, for operators."""
         raise NotImplementedError
 
-    def plan(self, width: int, height: int) -> ImagePlan:
+    def plan(self, width: int, height: int, image_count: int = 1) -> ImagePlan:
         """Plan the tiles and the rows of an image.
 
         Args:
             width, height: size of the upright image, in pixels.
+            image_count: number of images in the prompt. Some families cut a single image only.
 
         Raises:
             InvalidRequest: the model cannot read images of this size.

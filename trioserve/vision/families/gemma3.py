@@ -34,7 +34,7 @@ class Gemma3Processing(FamilyProcessing, frozen=True, kw_only=True, tag="gemma3"
     def description(self) -> str:
         return f"{self.tile_tokens} tokens per image"
 
-    def plan(self, width: int, height: int) -> ImagePlan:
+    def plan(self, width: int, height: int, image_count: int = 1) -> ImagePlan:
         size = self.tile_size
         return ImagePlan(width=width, height=height, tile_width=size, tile_height=size, runs=(self.tile_tokens,))
 

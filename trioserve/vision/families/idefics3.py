@@ -49,7 +49,7 @@ class Idefics3Processing(FamilyProcessing, frozen=True, kw_only=True, tag="idefi
     def description(self) -> str:
         return f"{self.tile_tokens} tokens per tile of {self.tile_size} pixels"
 
-    def plan(self, width: int, height: int) -> ImagePlan:
+    def plan(self, width: int, height: int, image_count: int = 1) -> ImagePlan:
         tile = self.tile_size
         rows = columns = 0
         if self.splits:

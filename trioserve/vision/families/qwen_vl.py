@@ -44,7 +44,7 @@ class QwenVLProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="qwen_vl
     def description(self) -> str:
         return f"one token per {self.square} x {self.square} pixels, at most {self.pixels_max // self.square**2} tokens"
 
-    def plan(self, width: int, height: int) -> ImagePlan:
+    def plan(self, width: int, height: int, image_count: int = 1) -> ImagePlan:
         if max(width, height) > RATIO_MAX * min(width, height):
             raise InvalidRequest(
                 f"an image has {width} x {height} pixels, but its longer side may be at most {RATIO_MAX} times its "

@@ -1,0 +1,145 @@
+"""The image encoder of InternVL (arXiv 2312.14238) in transformers' form: InternViT, then pixel shuffle and an MLP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
+from trioserve.model.loading.names import Shape
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.vision.family import (
+    IMAGE_SIZE_MAX,
+    UnknownEncoder,
+    VisionConfig,
+    VitConfig,
+    check_range,
+    image_token_id,
+    pixel_fields,
+    processor_fields,
+    vision_fields,
+    vit_config,
+)
+from trioserve.vision.families.internvl import InternvlProcessing
+
+__all__ = ["InternvlConfig", "read_internvl"]
+
+TILES_MAX = 64
+_NOTES = ("crop_to_patches", "layer_scale_init_value")  # transformers' processor always crops.
+
+
+class InternvlConfig(VisionConfig, frozen=True, kw_only=True, tag="internvl"):
+    """InternViT, and pixel shuffle.
+
+    Attributes:
+        vit: transformer.
+        scale_factor: side of a square, in patches, that becomes one row.
+    """
+
+    vit: VitConfig
+    scale_factor: int
+
+    names: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("embeddings.patch_embedding.", "embeddings.patch_embeddings.projection."),
+        ("embeddings.class_embedding", "embeddings.cls_token"),
+        ("embeddings.position_embedding.weight", "embeddings.position_embeddings"),
+        ("encoder.layers.", "encoder.layer."),
+        ("self_attn.out_proj.", "attention.projection_layer."),
+        ("self_attn.", "attention."),
+        ("layer_norm1.", "layernorm_before."),
+        ("layer_norm2.", "layernorm_after."),
+    )
+
+    def __post_init__(self) -> None:
+        check_range("config", "1 / downsample_ratio", self.scale_factor, IMAGE_SIZE_MAX)
+        if self.vit.positions_per_side % self.scale_factor:
+            raise ModelLoadError(
+                f"{self.vit.positions_per_side} patches per side are no multiple of {self.scale_factor}, which follows "
+                "from downsample_ratio: the checkpoint's config is damaged"
+            )
+
+    def shapes(self) -> dict[str, Shape]:
+        hidden, size = self.vit.hidden_size, self.output_size
+        shapes = self.vit.shapes()
+        for name in ("class_embedding", "position_embedding.weight"):
+            shape = shapes[f"vision_model.embeddings.{name}"]
+            shapes[f"vision_model.embeddings.{name}"] = (*(1,) * (3 - len(shape)), *shape)
+        projector = "multi_modal_projector"
+        inputs = hidden * self.scale_factor**2
+        shapes[f"{projector}.layer_norm.weight"] = shapes[f"{projector}.layer_norm.bias"] = (inputs,)
+        for name, columns in (("linear_1", inputs), ("linear_2", size)):
+            shapes[f"{projector}.{name}.weight"] = (size, columns)
+            shapes[f"{projector}.{name}.bias"] = (size,)
+        return shapes
+
+
+def read_internvl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[InternvlConfig, InternvlProcessing]:
+    """Read the config files.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    fields = vision_fields(outer)
+    norm_type, has_qk_norm = fields.text_or("norm_type", "layer_norm"), fields.flag_or("use_qk_norm", False)
+    if norm_type != "layer_norm" or has_qk_norm:  # These are the encoders with six billion parameters.
+        raise UnknownEncoder(
+            f"the vision_config has norm_type {norm_type[:80]} and use_qk_norm {has_qk_norm}, not layer_norm and False"
+        )
+    for name, value in (
+        ("use_mask_token", False),
+        ("use_absolute_position_embeddings", True),
+        ("use_mean_pooling", True),
+    ):
+        if fields.flag_or(name, value) is not value:
+            raise fields.wrong(name, str(value).lower())
+    if outer.text_or("projector_hidden_act", "gelu") != "gelu":
+        raise outer.wrong("projector_hidden_act", "gelu")
+    if outer.whole_or("vision_feature_layer", -1) != -1:
+        raise outer.wrong("vision_feature_layer", "-1")
+    if outer.text_or("vision_feature_select_strategy", "default") != "default":
+        raise outer.wrong("vision_feature_select_strategy", "default")
+    ratio = outer.number_or("downsample_ratio", 0.5)
+    scale_factor = round(1 / ratio) if ratio > 0 else 0
+    if scale_factor * ratio != 1:
+        raise outer.wrong("downsample_ratio", "1 divided by a whole number")
+    vit = vit_config(
+        fields,
+        layer_count=fields.whole_or("num_hidden_layers", 24),
+        activation="gelu",
+        hidden_size=1024,
+        intermediate_size=4096,
+        head_count=16,
+        image_size=448,
+        patch_size=14,
+        has_class_token=True,
+        has_attention_bias=fields.flag_or("attention_bias", False),
+        has_last_norm=False,
+        has_layer_scale=True,
+    )
+    config = InternvlConfig(vit=vit, scale_factor=scale_factor, output_size=texts.hidden_size)
+    warn_of_unread("vision_config in config.json", unread_names(fields, _NOTES))
+    processor = processor_fields(directory)
+    size = processor.group_or_none("size") or Fields({"height": 384, "width": 384}, "size")
+    for name in ("height", "width"):
+        if size.whole(name) != vit.image_size:
+            raise size.wrong(name, f"the image_size of the vision_config, {vit.image_size}")
+    tiles_min, tiles_max = processor.whole_or("min_patches", 1), processor.whole_or("max_patches", 12)
+    if not 1 <= tiles_min <= tiles_max <= TILES_MAX:
+        raise processor.wrong("max_patches", f"min_patches to {TILES_MAX}")
+    return config, InternvlProcessing(
+        **pixel_fields(
+            processor,
+            resample=3,
+            mean=(0.48145466, 0.4578275, 0.40821073),
+            std=(0.26862954, 0.26130258, 0.27577711),
+        ),
+        tile_size=vit.image_size,
+        tile_tokens=(vit.positions_per_side // scale_factor) ** 2,
+        tiles_min=tiles_min,
+        tiles_max=tiles_max,
+        embedding_size=config.output_size,
+        image_token_id=image_token_id(outer, 151_667),
+    )
