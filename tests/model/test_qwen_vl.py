@@ -19,11 +19,12 @@ import torch
 from PIL import Image
 
 from trioserve.assemble import open_engine
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.parallel.stages import StageCheckpoint
 from trioserve.model.vision.qwen_tower import QwenTower
 from trioserve.model.vision.qwen_vl import QwenVLConfig
 from trioserve.testing.accounting import assert_all_free
@@ -168,6 +169,13 @@ async def test_ranks_give_the_response_of_one_process(
             assert stream.prompt_logprobs is not None
             found.append([entry.logprob for entry in (*stream.prompt_logprobs[1:], *entries) if entry])
     assert found[0] == pytest.approx(found[1], abs=LOGPROB_TOLERANCE)
+
+
+def test_first_stage_has_the_layers_that_images_change(qwen_checkpoint: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(qwen_checkpoint("qwen3_vl"))
+    StageCheckpoint(checkpoint, 0, 2)
+    with pytest.raises(StartupError, match="first 2 layers, but the first stage has only 1"):
+        StageCheckpoint(checkpoint, 0, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
