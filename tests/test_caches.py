@@ -72,7 +72,7 @@ CACHES = {
     ("api/page/page.py", "_snapshots"): OWNED,
     ("api/responses/stored_responses.py", "_listed"): OWNED,
     ("api/page/page.py", "_changes"): OWNED,  # The keys of this cache are snapshots, which have one owner.
-    ("text/response_parsers/forced_calls.py", "_schemas"): OF_REQUEST,
+    ("text/restraints.py", "_schemas"): OF_REQUEST,
     ("text/json_keys.py", "_doubtful"): "of the tokenizer alone: its keys are the few positions within a JSON text",
     ("model/diffusion/solvers.py", "_schedules"): "numbers of steps and image sizes, which are no secrets",
     ("text/schema_keywords.py", "_byte_library"): OF_SERVER,
@@ -105,7 +105,7 @@ CACHES = {
     ("router/queues.py", "_lines"): NOT_A_CACHE,
     ("router/queues.py", "tenants"): NOT_A_CACHE,
     ("ranks/plan_wire.py", "_sampling"): "decoding an entry takes 0.1 ms at most, inside of a step that all share",
-    ("http/http2/fields.py", "_name_part"): "names of headers of responses, each in less than a microsecond",
+    ("http/http2/protocol.py", "_name_part"): "names of headers of responses, each in less than a microsecond",
     ("http/message_head.py", "_date"): OF_SERVER,
     ("api/images/image_routes.py", "_openapi_json"): OF_SERVER,
 }

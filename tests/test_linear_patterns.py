@@ -34,7 +34,7 @@ LOCALS: dict[str, dict[str, Any]] = {
     "text/reasoning_state.py": {"markers": "<think>|</think>"},
     "text/request_texts.py": {"first": "\U000f0000", "last": "\U000ffffd", "tokens": MARKERS},
     "text/response_parsers/content_script.py": {"firsts": "<["},
-    "text/response_parsers/forced_calls.py": {"names": MARKERS},
+    "text/restraints.py": {"names": MARKERS},
     "text/response_parsers/python_literal.py": {"quote": "'"},
     "text/response_parsers/raw_values.py": {"tags": MARKERS},
     "text/response_parsers/scripts.py": {"markers": MARKERS},

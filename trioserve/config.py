@@ -19,10 +19,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from trioserve.contracts.arguments import closest_name
 from trioserve.contracts.errors import StartupError
-from trioserve.options.engine import EngineOptions, ImageOptions
+from trioserve.options.engine import RANKS_MAX, EngineOptions, ImageOptions
 from trioserve.options.hosting import HostingOptions, hosted_model_text
 from trioserve.options.option import ENVIRONMENT_PREFIX, Option, about, checked, checked_parameters, options_of
-from trioserve.options.ranks import RANKS_MAX
 from trioserve.options.router import RouterOptions
 from trioserve.options.server import ServerOptions
 from trioserve.options.storage import StorageOptions

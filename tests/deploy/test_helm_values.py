@@ -13,8 +13,8 @@ import yaml
 
 from trioserve.config import Config
 from trioserve.model.settings import MAX_NUM_SEQS_CPU
+from trioserve.options.engine import RANKS_MAX
 from trioserve.options.option import options_of
-from trioserve.options.ranks import RANKS_MAX
 from trioserve.router.policies import POLICIES
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "trioserve"

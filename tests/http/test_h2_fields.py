@@ -5,7 +5,7 @@ from __future__ import annotations
 import hpack
 import pytest
 
-from trioserve.http.http2.fields import FieldEncoder
+from trioserve.http.http2.protocol import FieldEncoder
 
 HEADS = [
     [(b":status", b"200"), (b"content-type", b"application/json"), (b"x-request-id", b"a1"), (b"content-length", b"2")],

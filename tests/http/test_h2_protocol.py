@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.http.http2.fields import is_ordinary
 from trioserve.http.http2.frames import END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame
-from trioserve.http.http2.protocol import initiated_protocol
+from trioserve.http.http2.protocol import initiated_protocol, is_ordinary
 from trioserve.http.limits import FrontendLimits
 
 

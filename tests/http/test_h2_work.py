@@ -14,8 +14,8 @@ from h2.errors import ErrorCodes
 from hpack.huffman_table import decode_huffman
 
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.http.http2.fields import SIZE_UPDATES_MAX, FieldDecoder
 from trioserve.http.http2.frames import PIECE_WORK_US_MAX, SETTINGS, SETTINGS_WORK_US, FrameGate, frame
+from trioserve.http.http2.protocol import SIZE_UPDATES_MAX, FieldDecoder
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.trio_tools.http2_client import HEADER_TABLE_BYTES_MAX, known_settings

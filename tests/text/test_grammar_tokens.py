@@ -6,8 +6,8 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from trioserve.testing.byte_tokenizer import byte_backend
-from trioserve.text.response_parsers.forced_calls import forced_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
+from trioserve.text.restraints import forced_calls
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 

@@ -21,8 +21,8 @@ from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.json_keys import JsonKeys, KeyTokens, has_free_keys
 from trioserve.text.mask_bits import set_all_bits
-from trioserve.text.response_parsers.forced_calls import forced_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
+from trioserve.text.restraints import forced_calls
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts

@@ -12,8 +12,8 @@ import pytest
 
 from trioserve.text.response_parsers.call_format import JsonOf
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
-from trioserve.text.response_parsers.forced_calls import calls_or_json, forced_calls, strict_calls
 from trioserve.text.response_parts import WholeCall
+from trioserve.text.restraints import calls_or_json, forced_calls, strict_calls
 
 FAMILIES = sorted(TOOL_FAMILIES)
 PARIS = WholeCall("get_weather", '{"city": "Paris", "days": 3}')

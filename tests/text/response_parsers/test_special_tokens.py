@@ -9,9 +9,9 @@ import tokenizers
 
 from trioserve.testing.byte_tokenizer import byte_backend
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
-from trioserve.text.response_parsers.forced_calls import forced_calls, strict_calls
 from trioserve.text.response_parsers.registry import ResponseFamilies
 from trioserve.text.response_parts import WholeCall
+from trioserve.text.restraints import forced_calls, strict_calls
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 

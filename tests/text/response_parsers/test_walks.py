@@ -10,10 +10,10 @@ import llguidance.numpy
 import pytest
 
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
-from trioserve.text.response_parsers.forced_calls import forced_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.registry import make_response_parser
 from trioserve.text.response_parts import JoinedResponse
+from trioserve.text.restraints import forced_calls
 
 jsonschema = pytest.importorskip("jsonschema", reason="it comes with canitoolcall: pip install trioserve[test]")
 

@@ -24,9 +24,8 @@ from hypercorn.events import Closed, Event, RawData, Updated
 
 from trioserve.http.counters import ConnectionRefusal
 from trioserve.http.http2.connection import BODY_BYTE_CPU_SECONDS, REQUEST_CPU_SECONDS
-from trioserve.http.http2.fields import FieldDecoder
 from trioserve.http.http2.frames import PREFACE, Flood, FrameGate
-from trioserve.http.http2.protocol import error_code_of
+from trioserve.http.http2.protocol import FieldDecoder, error_code_of
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.pace import RateBucket
 from trioserve.trio_tools.connection_limit import ConnectionLimit, remote_address
