@@ -104,6 +104,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"hybrid_layer_pattern": [0, 1]},
         "hybrid_layer_pattern in config.json is [0, 1], but it must be",
     ),
+    ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok in config.json is 3, but it must be 2"),
     ("olmo", {"clip_qkv": -1.0}, "clip_qkv is -1.0, but it must be a positive number"),
     ("mamba2", {"expand": 1e308}, "describe no model that can be computed"),
     ("lfm2", {"block_ffn_dim_multiplier": 1e308}, "describe no model that can be computed"),

@@ -366,6 +366,18 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "phimoe": (
+        "phimoe",
+        {
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.3,
+            "sliding_window": 8,
+            "rope_parameters": {**_MINICPM_ROPE, "long_factor": [4.0] * 8, "short_mscale": 1.2, "long_mscale": 1.3},
+        },
+    ),
     "olmo-clipped": ("olmo", {"clip_qkv": 0.3}),
     "olmo2": ("olmo2", {}),
     "olmo3": (

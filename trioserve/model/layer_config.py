@@ -43,7 +43,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swig
 XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
 NormKind = Literal["rms", "layer", "layer_biased", "layer_bare"]
 QkNorm = Literal["none", "head", "heads", "row", "unit"]
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 StateNorm = Literal["gated", "ungated", "none"]
 SelectionNorm = Literal["none", "unit", "weighted"]
 
@@ -480,7 +480,10 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
             only the chosen experts.
         has_bias: experts have biases.
         has_router_bias: the router has a bias.
-        scoring: softmax over the router's logits of all experts, or sigmoid of each logit.
+        scoring: softmax over the router's logits of all experts, or sigmoid of each logit. "sparsemixer" (arXiv
+            2409.12136) chooses one expert after the other. Its score is a softmax over the remaining experts with a
+            logit near the largest one.
+        nearness: with "sparsemixer", largest relative difference of near logits.
         scale: factor of the scores after they are normalized.
         has_score_bias: each expert has a bias that is added to its score when experts are chosen, but not when their
             results are weighted (arXiv 2408.15664).
@@ -514,6 +517,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     weighs_inputs: bool = False
     has_gate: bool = True
     has_own_norms: bool = False
+    nearness: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.has_gate or not self.has_bias, "experts without gates have no biases"

@@ -194,6 +194,27 @@ class _GroupedLinear:
             parts.clear()
 
 
+def _chosen_in_turn(logits: Tensor, count: int, nearness: float) -> tuple[Tensor, Tensor]:
+    """Choose experts one after the other, see ExpertsConfig.scoring.
+
+    Args:
+        logits: float32 [T, experts].
+        count: number of experts to choose.
+        nearness: see ExpertsConfig.
+
+    Returns:
+        Weights and indexes of the chosen experts, each [T, count].
+    """
+    weights, chosen, left = [], [], logits
+    for _ in range(count):
+        best, index = left.max(-1, keepdim=True)
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > nearness
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, index))
+        chosen.append(index)
+        left = left.scatter(-1, index, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(chosen, -1)
+
+
 class Experts:
     """Mixture of experts of one layer.
 
@@ -291,6 +312,8 @@ class Experts:
         """
         mlp = self._mlp
         products = self._router(values).float()
+        if mlp.scoring == "sparsemixer":
+            return _chosen_in_turn(products, mlp.experts_per_token, mlp.nearness)
         # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
         # removes this difference, so the result of a row does not depend on the batch.
         scores = products.softmax(-1) if mlp.scoring == "softmax" else products.double().sigmoid().float()

@@ -28,6 +28,7 @@ from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import (
     AttentionConfig,
+    ExpertsConfig,
     KVAttention,
     LatentAttentionConfig,
     Temperature,
@@ -80,6 +81,7 @@ from trioserve_kernels.structs import (
     HEAD_DIM_MAX,
     KV_FORMATS,
     NORM_KINDS,
+    SCORINGS,
     LayerStruct,
     ModelStruct,
     RowsKind,
@@ -112,6 +114,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     for layer in config.layers:
         if isinstance(layer.attention, AttentionConfig) and layer.attention.slopes is not None:
             return "scores depend on distances (ALiBi)"
+        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.scoring not in SCORINGS:
+            return f"experts are chosen by {layer.mlp.scoring}"
         if isinstance(layer.attention, KVAttention):
             sizes.extend(_attention_sizes(layer.attention))
         if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):

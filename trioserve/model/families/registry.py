@@ -52,7 +52,7 @@ from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
 from trioserve.model.families.mixtral import DBRX, MINIMAX_M2, MIXTRAL
 from trioserve.model.families.nemotron_h import NEMOTRON_H
 from trioserve.model.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMO_HYBRID_SAVED, OLMOE
-from trioserve.model.families.phi import PHI3
+from trioserve.model.families.phi import PHI3, PHIMOE
 from trioserve.model.families.qwen import (
     MELLUM,
     QWEN2,
@@ -104,6 +104,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA4,
     GEMMA4_UNIFIED,
     PHI3,
+    PHIMOE,
     OLMO,
     OLMO2,
     OLMO3,
