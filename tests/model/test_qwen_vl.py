@@ -7,7 +7,9 @@ Everything is float32, so only the order of sums differs.
 from __future__ import annotations
 
 import io
+import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -178,6 +180,19 @@ def test_first_stage_has_the_layers_that_images_change(qwen_checkpoint: Callable
         StageCheckpoint(checkpoint, 0, 3)
 
 
+async def test_largest_image_of_a_model_fits_into_the_memory_for_images(
+    qwen_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(qwen_checkpoint("qwen3_vl"), copy)
+    path = copy / "preprocessor_config.json"
+    size = {"shortest_edge": 64, "longest_edge": 64 * 400_000}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "size": size}))
+    async with open_engine(str(copy), dtype="float32") as engine:
+        assert engine.image_outputs is not None
+        assert engine.image_outputs.bytes_max == 400_000 * 4 * 64 * 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_and_token_counts_equal_those_of_transformers(
     kind: str, qwen_checkpoint: Callable[[str], Path], tiny_qwen_vl: ModuleType
@@ -226,3 +241,4 @@ def test_token_counts_of_real_sizes_equal_those_of_transformers() -> None:
                 continue
             plan = processing.plan(width, height)
             assert (plan.tile_height, plan.tile_width) == smart_resize(height, width, square, low, high)
+            assert plan.row_count * processing.row_bytes <= processing.image_bytes_max

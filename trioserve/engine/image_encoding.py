@@ -211,7 +211,9 @@ class ImageEncoding(InputEncoding):
         metrics: Metrics,
         wait_until_open: Callable[[], Awaitable[None]],
     ) -> None:
-        super().__init__(decoder.limits.outputs_bytes_max, metrics, wait_until_open)
+        # Every image that the model reads must fit, or no client could send it.
+        bytes_max = max(decoder.limits.outputs_bytes_max, processing.image_bytes_max)
+        super().__init__(bytes_max, metrics, wait_until_open)
         self._processing = processing
         self._decoder = decoder
 

@@ -54,6 +54,11 @@ class FamilyProcessing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return 4 * self.embedding_size
 
     @property
+    def image_bytes_max(self) -> int:
+        """Return the bytes of the largest image's rows. 0 if they fit into the smallest limit of memory for images."""
+        return 0
+
+    @property
     def description(self) -> str:
         """Return how many tokens an image has, for operators."""
         raise NotImplementedError

@@ -41,8 +41,17 @@ class QwenVLProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="qwen_vl
     row_token: ClassVar[str] = "<|image_pad|>"
 
     @property
+    def rows_max(self) -> int:
+        """Return the number of rows of the largest image."""
+        return self.pixels_max // self.square**2
+
+    @property
+    def image_bytes_max(self) -> int:
+        return self.rows_max * self.row_bytes
+
+    @property
     def description(self) -> str:
-        return f"one token per {self.square} x {self.square} pixels, at most {self.pixels_max // self.square**2} tokens"
+        return f"one token per {self.square} x {self.square} pixels, at most {self.rows_max} tokens"
 
     def plan(self, width: int, height: int, image_count: int = 1) -> ImagePlan:
         if max(width, height) > RATIO_MAX * min(width, height):
