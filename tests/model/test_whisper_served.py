@@ -14,6 +14,7 @@ import torch
 import trio
 
 from trioserve.assemble import open_engine
+from trioserve.commands.models import check_model
 from trioserve.contracts.audio import AudioPrompt
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest, StartupError
 from trioserve.contracts.sampling import SamplingParams
@@ -209,3 +210,10 @@ async def test_transcripts_follow_the_rules_of_speech(whisper: Path, tiny_whispe
         tokens = await said(engine, prompt(engine, 5, tiny_whisper.features(5)), SamplingParams(speech=rules, seed=2))
         assert not set(tokens) & set(audio.suppressed_ids)
         assert tokens[0] not in audio.begin_suppressed_ids
+
+
+def test_check_names_what_the_model_hears_and_no_chats(whisper: Path) -> None:
+    found = {finding.name: finding.what for finding in check_model(str(whisper)).findings}
+    assert found["speech"] == "50 rows per 1 s, 3 languages"
+    assert "plain torch on a GPU" in found["computed by"]
+    assert "chat template" not in found

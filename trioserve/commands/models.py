@@ -310,7 +310,7 @@ class _Checking:
         if most >= 1:
             largest = msgspec.structs.replace(settings, kv_cache_bytes=most * 2**30)
             yield self._fitting("at most", checkpoint, largest, f", with --kv-cache-memory {most}")
-        yield from _texts(path, has_chats=checkpoint.continues_texts)
+        yield from _texts(path, has_chats=checkpoint.continues_texts and checkpoint.audio is None)
         if checkpoint.vision is not None:
             processing = checkpoint.vision.processing
             reason = None if has_torch() else install_command("torch")

@@ -401,6 +401,8 @@ def why_not_launched(config: ModelConfig) -> str | None:
     Args:
         config: model.
     """
+    if config.cross is not None:
+        return "only plain torch computes cross attention"
     if config.stage is not None:
         return "hidden states from and to other stages are copied through the host"
     return None
