@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import io
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from trioserve.contracts.audio import AudioLimits
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.extras import install_command
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["AUDIO_FORMATS", "audio_format", "decoded_audio", "decoder_missing", "load_decoder"]
 
@@ -163,6 +165,8 @@ def decoded_audio(content: bytes, sample_rate: int, limits: AudioLimits, place: 
         raise InvalidRequest(
             f"{place} has {seconds:g} s of audio, the minimum is {SECONDS_MIN} s: send a longer recording", param=place
         )
+    import numpy as np  # Routers import this module for its names, and have no use for numpy.
+
     return np.frombuffer(samples, dtype=np.int16)
 
 

@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from trioserve.admission.dispatch import Dispatch
-from trioserve.admission.local_endpoint import show_router
+from trioserve.admission.router_metrics import show_router
 from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.prompt_naming import open_prompt_naming
 from trioserve.commands.serving import (

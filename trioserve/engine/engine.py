@@ -19,8 +19,8 @@ import trio
 from msgspec import UNSET
 
 from trioserve.admission.file_decoders import AudioDecoder, ImageDecoder
-from trioserve.admission.local_endpoint import show_router
 from trioserve.admission.prompt_encoder import PromptEncoder
+from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.arguments import check_flags, check_texts, refuse, to_bool, to_float, to_int, to_str

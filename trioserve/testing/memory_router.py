@@ -11,8 +11,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.admission.dispatch import Dispatch
-from trioserve.admission.local_endpoint import show_router
 from trioserve.admission.model_runs import ModelRuns
+from trioserve.admission.router_metrics import show_router
 from trioserve.api.caller import AccessRules
 from trioserve.api.limits import ConnectionSettings
 from trioserve.api.page.page import PageSettings

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import trio
 
@@ -25,13 +25,15 @@ from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.server_context import ServerContext
 from trioserve.api.surface import event
 from trioserve.audio.audio_file import AUDIO_FORMATS, decoder_missing
-from trioserve.audio.recording import Recording
 from trioserve.audio.transcript import Segment, Transcript, WindowOutput, srt, vtt
 from trioserve.contracts.audio import AudioProcessing, AudioPrompt
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from trioserve.audio.recording import Recording
 
 __all__ = ["OPERATIONS", "create_transcription", "create_translation"]
 

@@ -15,7 +15,7 @@ import msgspec
 import trio
 from msgspec import UNSET
 
-from trioserve.admission.local_endpoint import show_router
+from trioserve.admission.router_metrics import show_router
 from trioserve.contracts.arguments import to_str
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
