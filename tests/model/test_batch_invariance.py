@@ -399,7 +399,7 @@ def test_batch_invariant_is_refused_where_it_is_impossible(
             runner.warm_up()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_step_model, "differing_attended_rows", lambda *_: [3])
-        with pytest.raises(StartupError, match="attention of heads of 16, in row 3 of 16"):
+        with pytest.raises(StartupError, match="attention of 4 heads of 16, in row 3 of 16"):
             runner.warm_up()
     with pytest.raises(StartupError, match="use gpu_kernels triton"):
         torch_step_model.TorchStepModel(

@@ -582,7 +582,7 @@ def test_image_tensors_are_skipped_under_old_and_new_names(
 @pytest.mark.parametrize(
     "name, part, before, kind",
     (
-        ("LlavaForConditionalGeneration", "text_config", "language_model.", "mistral"),
+        ("MantisForConditionalGeneration", "text_config", "language_model.", "mistral"),
         ("LlavaNextForConditionalGeneration", "text_config", "model.language_model.", "llama"),
         ("Cohere2VisionForConditionalGeneration", "text_config", "model.language_model.", "cohere2"),
         ("Blip2ForConditionalGeneration", "text_config", "language_model.", "opt"),

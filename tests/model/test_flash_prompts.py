@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model import step_tensors, torch_step_model
+from trioserve.model.layer_config import AttentionConfig
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.step_tensors import HeadShape
 from trioserve_kernels import flash_prompts, reference_fused
 from trioserve_kernels.flash_prompts import FlashPrompts, pick_flash_prompts
 
@@ -89,8 +91,9 @@ def spoken(
     monkeypatch.setattr(step_tensors, "FLASH_ROWS_MIN", 8)
 
     def tokens(kind: str, has_flash: bool) -> dict[str, list[int]]:
-        def flash(attention: Any, *_: object) -> FlashPrompts | None:
-            return FlashPrompts(attention.head_dim) if has_flash else None
+        def flash(config: ModelConfig, *_: object) -> dict[HeadShape, FlashPrompts]:
+            kinds = [layer.attention for layer in config.layers if isinstance(layer.attention, AttentionConfig)]
+            return {HeadShape.of(each): FlashPrompts(each.head_dim) for each in kinds} if has_flash else {}
 
         monkeypatch.setattr(torch_step_model, "_flash", flash)
         runner = step_driver.load_runner(tiny_checkpoint(kind), cpu_kernels="torch", enforce_eager=True)

@@ -177,7 +177,7 @@ def test_limits_of_a_step_on_a_cpu(machine: Machine) -> None:
 # --- kernels ---
 
 
-CONFIG = SimpleNamespace(stage=None)
+CONFIG = SimpleNamespace(stage=None, cross=None)
 
 
 def picked(
@@ -227,7 +227,7 @@ def test_missing_triton_is_an_error_if_the_settings_need_it(
 ) -> None:
     with pytest.raises(StartupError, match="Triton's kernels cannot be used: no compiler"):
         picked(ModelSettings(**needs), monkeypatch, reason="no compiler")
-    config = SimpleNamespace(stage=1)
+    config = SimpleNamespace(stage=1, cross=None)
     assert picked(ModelSettings(**needs), monkeypatch, config=config) == "triton"
 
 

@@ -316,6 +316,6 @@ def test_published_format_of_deepseek_v3_is_read(
 def test_context_of_a_model_with_an_indexer_is_limited_to_the_tokens_that_it_selects(
     kind: str, tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert open_checkpoint(tiny_checkpoint(kind)).config.context_tokens_max == 64
+    assert open_checkpoint(tiny_checkpoint(kind)).config.context_tokens_max == 256
     assert "contexts are limited to index_topk tokens" in caplog.text
-    assert "index_topk=64 max_position_embeddings=512" in caplog.text
+    assert "index_topk=256 max_position_embeddings=512" in caplog.text

@@ -292,6 +292,7 @@ def damaged_runner(path: Path) -> ModelRunner:
         config=checkpoint.config,
         weight_bytes=checkpoint.weight_bytes,
         vision=None,
+        audio=None,
         tensors=lambda: map(damaged, checkpoint.tensors()),
     )
     runner = ModelRunner.load(changed, settings)

@@ -93,7 +93,9 @@ def with_changed(path: Path, name: str, change: Callable[[Values], None]) -> Any
 
             yield tensor._replace(read=read, rows=None) if tensor.name == name else tensor
 
-    return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None)
+    return SimpleNamespace(
+        config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None, audio=None
+    )
 
 
 def logprobs_of(driver: Any, prompt: list[int], counts: list[int]) -> torch.Tensor:

@@ -35,7 +35,9 @@ def changed(checkpoint: Checkpoint, change: Callable[[StoredTensor], list[Stored
         for tensor in checkpoint.tensors():
             yield from change(tensor)
 
-    return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None)
+    return SimpleNamespace(
+        config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None, audio=None
+    )
 
 
 # --- faults of one request ------------------------------------------------------------------------------------------
@@ -249,6 +251,7 @@ def test_order_of_tensors_in_a_checkpoint_has_no_effect(
         config=checkpoint.config,
         weight_bytes=checkpoint.weight_bytes,
         vision=None,
+        audio=None,
         tensors=lambda: reversed(list(checkpoint.tensors())),
     )
     tokens = []

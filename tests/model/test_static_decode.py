@@ -581,7 +581,7 @@ def test_row_with_nan_fails_only_its_own_request(
         return tensor._replace(read=read, rows=None) if tensor.name == "embed.weight" else tensor
 
     class Damaged:
-        vision = None
+        vision = audio = None
 
         def __init__(self, checkpoint: Any) -> None:
             self.config, self.weight_bytes = checkpoint.config, checkpoint.weight_bytes

@@ -38,7 +38,9 @@ def read_whole(path: Path) -> Any:
     def tensors() -> Iterator[StoredTensor]:
         return (tensor._replace(rows=None) for tensor in checkpoint.tensors())
 
-    return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None)
+    return SimpleNamespace(
+        config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None, audio=None
+    )
 
 
 def logprobs_of(step_driver: ModuleType, checkpoint: Any, settings: ModelSettings) -> Any:

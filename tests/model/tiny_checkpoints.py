@@ -601,7 +601,7 @@ _LATENT = {
     "v_head_dim": 32,
     "num_key_value_heads": 4,
 }
-_INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 32}
+_INDEXER = {"index_topk": 256, "index_n_heads": 2, "index_head_dim": 32}
 _DEEPSEEK_YARN = {**_YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}
 FAMILY_KINDS |= {
     "deepseek-v2": (
@@ -1017,7 +1017,7 @@ FAMILY_KINDS |= {
     ),
 }
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
-_READ_IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_READ_IMAGES = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _QWEN_EYES: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 32,
@@ -1267,7 +1267,9 @@ def write_checkpoint(
         saved = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**saved, **written}), encoding="utf-8")
     if model_type in _READ_IMAGES:
-        (directory / "preprocessor_config.json").write_text("{}")
+        side = _EYES["image_size"]
+        size = {"size": {"height": side, "width": side}} if model_type == "gemma3" else {}
+        (directory / "preprocessor_config.json").write_text(json.dumps(size))
     _write_tokenizer(directory)
 
 

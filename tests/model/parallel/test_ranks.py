@@ -164,7 +164,7 @@ def test_ranks_give_the_same_tokens_as_one_process_for_every_family(
     path = tiny_checkpoint(kind)
     reason = why_not_native(open_checkpoint(path).config, "float32") if cpu_kernels == "native" else None
     if reason is not None:
-        assert "ALiBi" in reason
+        assert "ALiBi" in reason or kind == "phimoe"
         pytest.skip(reason)
     check(path, size, cpu_kernels)
 
