@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -383,6 +384,7 @@ OWN_HANDLERS: dict[tuple[str, str], Handler[RouterContext]] = {
 def _kept_here(handler: Handler[Any], forwarder: Handler[RouterContext]) -> Handler[RouterContext]:
     """Make a handler that uses the router's own files and batches if it has a store, and those of an endpoint else."""
 
+    @functools.wraps(handler)
     async def handle(context: RouterContext) -> None:
         await (forwarder if context.services.store is None else handler)(context)
 
