@@ -108,7 +108,7 @@ class FakeRunner(FakeExecutor):
 
 class Checkpoint:
     continues_texts = True
-    gguf_metadata = None
+    gguf_metadata = audio = None
     tokenizer_directory = Path("nowhere")
     sampling_defaults: ClassVar[dict[str, float]] = {"temperature": 0.5}
     weight_bytes = 1
@@ -120,6 +120,7 @@ class Checkpoint:
         hidden_size=8,
         state_bytes=0,
         window_max=None,
+        common_kv_entry=object(),
     )
 
 
