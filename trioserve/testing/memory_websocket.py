@@ -142,6 +142,7 @@ class Http2Tunnel:
         self._received = bytearray()
         self._has_ended = False
         self._read_over: trio.Event | None = None  # The event is set when the current call of `_read` ends.
+        self._is_flushing = False
 
     async def open(self, path: str, fields: Mapping[str, str]) -> bytes:
         """Send the opening handshake, and wait for the response. See Http1Tunnel.
@@ -198,9 +199,14 @@ class Http2Tunnel:
         return received
 
     async def _flush(self) -> None:
-        data = self.protocol.data_to_send()
-        if data:
-            await self._stream.send_all(data)
+        if self._is_flushing:
+            return  # The other task, which sends now, also sends these bytes.
+        self._is_flushing = True
+        try:
+            while data := self.protocol.data_to_send():
+                await self._stream.send_all(data)
+        finally:
+            self._is_flushing = False
 
     async def _read(self) -> None:
         """Read from the connection once, or wait until another task has read from it."""
