@@ -79,7 +79,7 @@ async def test_limit_that_is_out_of_range_is_refused(autojump_clock, tokens):
         assert fake.stats().blocks_total == 40
 
 
-async def test_limit_that_waits_ends_when_the_engine_drains(autojump_clock):
+async def test_limit_that_waits_ends_as_soon_as_the_engine_drains(autojump_clock):
     filler, one = Reader(), Reader()
     async with open_fake_engine(**SIZES) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(filler.read, fake, "fill", FILLER)
@@ -89,6 +89,7 @@ async def test_limit_that_waits_ends_when_the_engine_drains(autojump_clock):
         async def limit() -> None:
             with pytest.raises(Draining):
                 await fake.limit_kv_cache(80)
+            assert len(list(fake.core.live_requests())) == 2
 
         nursery.start_soon(limit)
         await trio.sleep(0.01)

@@ -12,6 +12,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.admission.model_runs import ModelRuns
+from trioserve.contracts.errors import EndpointLost
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.router.hosted_models import ModelSpec
 from trioserve.router.settings import HostedModelsSettings
@@ -141,6 +142,12 @@ async def test_cache_of_an_idle_model_becomes_smaller_for_a_model_that_waits(aut
         assert models.servers["a"].engine.stats().blocks_total == 44
         assert (models.host.held_bytes, models.host.status("a").bytes) == (100, 60)
         await models.router.assert_all_free()
+
+
+async def test_cache_of_a_model_that_is_being_unloaded_keeps_its_size(autojump_clock):
+    async with open_models(spec("a")) as models:
+        with pytest.raises(EndpointLost, match="the model is being unloaded"):
+            await models.host.resize(EndpointSpec(url="http://gone", id="gone"), 4)
 
 
 async def test_server_is_ready_although_no_model_is_loaded():

@@ -321,8 +321,9 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         """Use only a part of the KV cache from now on. Return when the memory of the rest was released.
 
         If the limit is lower than before, cached blocks beyond it are lost, and requests that use such blocks keep them
-        until they end. A cancelled call restores the former limit. The limit stays in force after a restart of the
-        engine and after a sleep.
+        until they end. A request that needs a further block meanwhile may be preempted, as in any full cache. A
+        cancelled call restores the former limit. The limit stays in force after a restart of the engine and after a
+        sleep.
 
         Args:
             tokens: KV of this many tokens, rounded up to whole blocks. From one full context to the size at the start.
