@@ -135,7 +135,7 @@ def test_process_skips_jobs_after_the_server_has_ended(monkeypatch: pytest.Monke
     monkeypatch.setattr(decoding_process, "_limit_itself", lambda kind, memory: None)
     monkeypatch.setattr(decoding_process, "_limit_cpu", lambda seconds: None)
     monkeypatch.setattr(decoding_process, "decode", decode)
-    head = msgspec.msgpack.encode(DecodeJob(kind="picture", place="image", limits=ImageLimits()))
+    head = msgspec.msgpack.encode(DecodeJob(kind="image", place="image", limits=ImageLimits()))
     for is_gone in (False, True):
         server, own = socket.socketpair()
         server.sendall(FRAME.pack(len(head), 3) + head + b"GIF")

@@ -349,6 +349,16 @@ def test_kv_cache_memory_is_claimed_in_the_order_of_blocks(
         while runner.claim_memory():
             pass
         assert min(resident_shares(pages)) == 1
+        count = runner.block_count // 4
+        runner.limit_blocks(count)
+        assert max(resident_shares(pages)) < 0.3
+        while runner.claim_memory():  # It claims no memory of blocks beyond the limit.
+            pass
+        assert max(resident_shares(pages)) < 0.3
+        runner.limit_blocks(runner.block_count)
+        while runner.claim_memory():
+            pass
+        assert min(resident_shares(pages)) == 1
         assert all((buffer[0] == 1.5).all() for buffer in pages)
     finally:
         runner.close()

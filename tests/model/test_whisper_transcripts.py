@@ -120,7 +120,7 @@ async def test_client_that_leaves_frees_blocks_outputs_and_decoders(
         assert client.cancelled_caught
         assert decoder._pool._running.total() == 0
         monkeypatch.undo()
-        after = exchange(0.9, language="en")  # Its end shows that the step in flight is over.
+        after = exchange(0.9, language="en")  # It ends after the step in flight.
         await app(after)
         assert after.status == 200
 

@@ -52,14 +52,14 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A job to decode one image.
 
     Attributes:
-        kind: "tiles" for a model with image input, "picture" for an image to edit, "mask" for the mask of an edit.
+        kind: "tiles" for a model with image input, "image" for an image to edit, "mask" for the mask of an edit.
         place: name of the image in error messages.
         limits: limits on the size of the image and on the time.
         processing: how to split the image into tiles. None if `kind` is not "tiles".
         plan: plan of the tiles. None if `kind` is not "tiles".
     """
 
-    kind: Literal["tiles", "picture", "mask"]
+    kind: Literal["tiles", "image", "mask"]
     place: str
     limits: ImageLimits
     processing: ImageProcessing | None = None
@@ -153,7 +153,7 @@ def _seen(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryvi
         assert job.processing is not None, "a job for tiles needs `processing`"
         assert job.plan is not None, "a job for tiles needs `plan`"
         return DecodeReply(), tiles_of(content, job.processing, job.plan, job.place).data.cast("B")
-    read = decoded_image if job.kind == "picture" else decoded_mask
+    read = decoded_image if job.kind == "image" else decoded_mask
     image = read(content, job.limits, job.place)
     return DecodeReply(width=image.width, height=image.height), image.rgb
 

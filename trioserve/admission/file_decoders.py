@@ -177,7 +177,7 @@ class ImageDecoder(FileDecoder):
             InvalidRequest: see `tiles`.
             Overloaded: see `tiles`.
         """
-        return await self._image(DecodeJob(kind="picture", place=place, limits=self.limits), content)
+        return await self._image(DecodeJob(kind="image", place=place, limits=self.limits), content)
 
     async def mask(self, content: bytes, place: str) -> RGBImage:
         """Decode a mask, see image_file.decoded_mask.

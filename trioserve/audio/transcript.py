@@ -31,7 +31,7 @@ class WindowOutput(NamedTuple):
     Attributes:
         token_ids: sampled tokens, with timestamps and the end token.
         logprob: mean log probability of a token.
-        no_speech: probability that nobody speaks. None if it was not computed.
+        no_speech: probability that the window has no speech. None if it was not computed.
     """
 
     token_ids: Sequence[int]

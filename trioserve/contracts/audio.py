@@ -63,7 +63,7 @@ class AudioProcessing(msgspec.Struct, frozen=True, kw_only=True):
             only.
         no_timestamps_id: Token that ends the decoder's prompt if the transcript gets no timestamps.
         previous_id: Token before the text of the previous window.
-        no_speech_id: Token whose probability after start_id is the probability that nobody speaks.
+        no_speech_id: Token whose probability after start_id is the probability of no speech.
         languages: Token of each language by its code, such as "en". Empty for a model of English only.
         suppressed_ids: See SpeechRules.
         begin_suppressed_ids: See SpeechRules.

@@ -34,7 +34,7 @@ __all__ = ["Goaway", "HEADER_TABLE_BYTES_MAX", "Http2ClientProtocol", "known_set
 
 
 HEADER_TABLE_SIZE = 0x1
-# These are the settings of RFC 9113, section 6.5.2, and SETTINGS_ENABLE_CONNECT_PROTOCOL (RFC 8441). A receiver ignores
+# Settings of RFC 9113, section 6.5.2, and SETTINGS_ENABLE_CONNECT_PROTOCOL (RFC 8441). A receiver ignores
 # all other settings.
 _KNOWN = frozenset({HEADER_TABLE_SIZE, 0x2, 0x3, 0x4, 0x5, 0x6, 0x8})
 HEADER_TABLE_BYTES_MAX = 4096

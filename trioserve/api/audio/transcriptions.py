@@ -270,7 +270,7 @@ class _Transcription:
         return await self._context.engine.encode(end, add_special_tokens=False)
 
     async def _no_speech(self, features: object, digest: bytes) -> float:
-        """Return the probability that nobody speaks in a window. Its encoder output is cached."""
+        """Return the probability that a window has no speech. The encoder output of the window is cached."""
         processing = self._processing
         choice = await self._asked(
             AudioPrompt(features=features, digest=digest, token_ids=(processing.start_id,)),

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# These are the first bits of a representation (RFC 7541): indexed field (6.1), literal without indexing (6.2.2), and
+# First bits of a representation (RFC 7541): indexed field (6.1), literal without indexing (6.2.2), and
 # table size update (6.3).
 INDEXED, NAMED, NO_TABLE = 0x80, 0x00, 0x20
 # The decoder remembers the last block only up to this size in bytes. A typical block has a few hundred bytes, and fewer

@@ -75,7 +75,7 @@ LOOKS = """
 __get__ __len__ __set__ dim element_size is_complex is_contiguous is_floating_point ndimension numel size
 storage_offset stride
 """
-# These functions create only tensors without rows, such as positions, frequencies and masks. Every pass creates equal
+# Functions that create only tensors without rows, such as positions, frequencies and masks. Every pass creates equal
 # tensors.
 MAKES = "__rpow__ arange as_tensor empty exp full new_ones new_zeros ones outer tensor zeros zeros_like ones_like"
 AS_IT_IS = frozenset(" ".join((EXACT, MOVES, LOOKS, MAKES)).split())

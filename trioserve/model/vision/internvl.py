@@ -84,7 +84,7 @@ def read_internvl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[I
     """
     fields = vision_fields(outer)
     norm_type, has_qk_norm = fields.text_or("norm_type", "layer_norm"), fields.flag_or("use_qk_norm", False)
-    if norm_type != "layer_norm" or has_qk_norm:  # These are the encoders with six billion parameters.
+    if norm_type != "layer_norm" or has_qk_norm:  # Encoders with six billion parameters have both.
         raise UnknownEncoder(
             f"the vision_config has norm_type {norm_type[:80]} and use_qk_norm {has_qk_norm}, not layer_norm and False"
         )

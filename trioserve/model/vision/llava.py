@@ -25,7 +25,7 @@ __all__ = ["LlavaConfig", "read_llava", "read_onevision"]
 
 CANVASES_MAX = 1000
 TILES_MAX = 100
-_NOTES = ("projection_dim", "vision_use_head", "vocab_size")  # These fields belong to heads that are not used.
+_NOTES = ("projection_dim", "vision_use_head", "vocab_size")  # Fields of heads that are not used.
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 

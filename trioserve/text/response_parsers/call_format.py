@@ -226,9 +226,9 @@ _KEY_CHARACTERS_MAX: Final = 256
 _NAME_KEYS = frozenset(("name", "tool_name"))
 _ID_KEYS = frozenset(("id", "tool_call_id"))
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
-# These keys of a tool's definition never occur in a call. JSON with these keys only shows the tool to the reader.
+# Keys of a tool's definition that never occur in a call. JSON with these keys only shows the tool to the reader.
 _SCHEMA_KEYS = frozenset(("description", "strict", "properties", "required"))
-# These keys may come before the name of a call. Any other key shows that the JSON is content, which is then released.
+# Keys that may come before the name of a call. Any other key shows that the JSON is content, which is then released.
 _KEYS_BEFORE_NAME = frozenset(("type", "index", "id", "tool_call_id"))
 _BETWEEN_CALLS = re.compile(r"[,;\s]+")
 
