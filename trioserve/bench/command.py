@@ -218,6 +218,9 @@ _FLAGS = {
     "peers": Flag(
         "--peer", "another server to measure in turn; may be repeated", {"metavar": "URL", "action": _Append}
     ),
+    "peer": Flag(
+        "--peer", "another server with models a and b, which loads one on demand; measured in turn", {"metavar": "URL"}
+    ),
     "checkouts": Flag(
         "--checkout",
         "another checkout of trioserve to start in turn; may be repeated",

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from trioserve.bench.settings import check_integer, check_number, check_writable
+from trioserve.bench.settings import Target, check_integer, check_number, check_permitted, check_writable
 from trioserve.contracts.errors import StartupError
 
 __all__ = [
@@ -75,6 +75,8 @@ class SwitchSettings(msgspec.Struct, frozen=True, kw_only=True):
         output_tokens: tokens of a response of the storm.
         turn_seconds: the server's --model-turn.
         server_flags: further flags of `serve`.
+        peer: address of another server with two models `a` and `b`, which loads one of them on demand. It is measured
+            in turn with this server. None: no peer.
         seed: seed of the storm.
         timeout_seconds: seconds after which the start of the server has failed.
         json_path: file for the JSON report. "-": standard output.
@@ -87,11 +89,14 @@ class SwitchSettings(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 16
     turn_seconds: float = 1.0
     server_flags: tuple[str, ...] = ()
+    peer: str | None = None
     seed: int = 0
     timeout_seconds: float = 120.0
     json_path: str | None = None
 
     def __post_init__(self) -> None:
+        if self.peer is not None:
+            check_permitted(Target.from_url(self.peer), self.peer, allow_remote=False)
         check_integer("--rounds", self.rounds, 1, 1000)
         check_integer("--clients", self.clients, 0, 100_000)
         check_number("--rate", self.rate_per_second, 0.01, 10_000.0)

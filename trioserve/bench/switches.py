@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from pathlib import Path
 from statistics import median
 
@@ -30,14 +29,14 @@ from trioserve.bench.server_process import ServerProcess, memory_bytes
 from trioserve.bench.server_settings import SwitchSettings
 from trioserve.bench.settings import Target
 
-__all__ = ["SwitchReport", "main", "switch_text"]
+__all__ = ["SwitchFigures", "SwitchReport", "main", "switch_text"]
 
 NAMES = ("a", "b")
 PROMPT = "Once upon a time"
 
 
-class SwitchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one measurement.
+class SwitchFigures(msgspec.Struct, kw_only=True):
+    """Times and counts that the clients of one server saw.
 
     Attributes:
         switch_seconds: times of requests whose model was not loaded, so that the other model had to be unloaded first.
@@ -45,7 +44,26 @@ class SwitchReport(msgspec.Struct, frozen=True, kw_only=True):
         answered: requests of the storm that were answered.
         left: clients of the storm that left before their response.
         lost: requests of the storm that failed, by reason.
-        storm_switches: loads during the storm.
+    """
+
+    switch_seconds: list[float] = []
+    loaded_seconds: list[float] = []
+    answered: int = 0
+    left: int = 0
+    lost: dict[str, int] = {}
+
+    def storm_text(self) -> str:
+        """Return what became of the requests of the storm."""
+        lost = ", ".join(f"{count} {reason}" for reason, count in self.lost.items()) or "none"
+        return f"{self.answered} answered, {self.left} clients left, lost: {lost}"
+
+
+class SwitchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one measurement.
+
+    Attributes:
+        server, peer: figures of each server. The peer is None if none was measured.
+        storm_switches: loads during the storm at this server.
         memory_before_bytes: resident memory of the server before the first load.
         memory_after_bytes: the same after all models were unloaded.
         processes_after: processes of models that were left then.
@@ -54,11 +72,8 @@ class SwitchReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: SwitchSettings
     date: str = msgspec.field(default_factory=measured_at)
     machine: Machine = msgspec.field(default_factory=Machine.here)
-    switch_seconds: list[float]
-    loaded_seconds: list[float]
-    answered: int
-    left: int
-    lost: dict[str, int]
+    server: SwitchFigures
+    peer: SwitchFigures | None
     storm_switches: int
     memory_before_bytes: int | None
     memory_after_bytes: int | None
@@ -76,7 +91,7 @@ def main(settings: SwitchSettings) -> int:
     words += ["--kv-cache-memory", "0.25", "--max-queued-requests", "100000", *settings.server_flags]
     with ServerProcess("server", words) as server:
         report = trio.run(_measure, settings, server)
-    return conclude(Measured(report, 1 if report.lost else 0), settings.json_path, switch_text, report_json)
+    return conclude(Measured(report, 1 if report.server.lost else 0), settings.json_path, switch_text, report_json)
 
 
 def switch_text(report: SwitchReport) -> str:
@@ -85,7 +100,6 @@ def switch_text(report: SwitchReport) -> str:
     Args:
         report: the report.
     """
-    lost = ", ".join(f"{count} {reason}" for reason, count in report.lost.items()) or "none"
     memory = "not reported by the system"
     if report.memory_before_bytes is not None and report.memory_after_bytes is not None:
         before, after = report.memory_before_bytes / 2**20, report.memory_after_bytes / 2**20
@@ -94,11 +108,11 @@ def switch_text(report: SwitchReport) -> str:
         [
             "| request | median, s | least | most |",
             "|---|---|---|---|",
-            _row("its model has to be loaded", report.switch_seconds),
-            _row("its model is loaded", report.loaded_seconds),
+            *_rows(report.server, ""),
+            *(_rows(report.peer, " (peer)") if report.peer else ()),
             "",
-            f"Storm: {report.answered} answered, {report.left} clients left, lost: {lost}, "
-            f"{report.storm_switches} loads.",
+            f"Storm: {report.server.storm_text()}, {report.storm_switches} loads.",
+            *([f"Storm at the peer: {report.peer.storm_text()}."] if report.peer else ()),
             f"Server: {memory}; {report.processes_after} processes of models left.",
             "",
             f"{report.machine}, {report.date}; two models from {report.settings.model}, "
@@ -107,34 +121,33 @@ def switch_text(report: SwitchReport) -> str:
     )
 
 
-def _row(what: str, seconds: list[float]) -> str:
-    return f"| {what} | {median(seconds):.3f} | {min(seconds):.3f} | {max(seconds):.3f} |"
+def _rows(figures: SwitchFigures, suffix: str) -> list[str]:
+    rows = (("its model has to be loaded", figures.switch_seconds), ("its model is loaded", figures.loaded_seconds))
+    return [
+        f"| {what}{suffix} | {median(seconds):.3f} | {min(seconds):.3f} | {max(seconds):.3f} |"
+        for what, seconds in rows
+    ]
 
 
 async def _measure(settings: SwitchSettings, server: ServerProcess) -> SwitchReport:
     await server.wait_until_ready(settings.timeout_seconds)
-    measurement = _Measurement(settings, server)
+    clients = _Clients(settings, server.url)
+    peer_clients = None if settings.peer is None else _Clients(settings, settings.peer)
     memory_before = memory_bytes(server.pid)[0]
-    switches, loaded = [], []
     for number in range(settings.rounds + 1):
-        for name in NAMES:
-            first, second = await measurement.timed(name), await measurement.timed(name)
-            if number:  # The first round fills caches of files and compiles kernels.
-                switches.append(first)
-                loaded.append(second)
-        print_progress(f"round {number}: {first:.2f} s with a switch, {second:.3f} s without")
-    loads_before = await measurement.load_count()
-    await measurement.storm()
-    storm_switches = await measurement.load_count() - loads_before
+        for each in filter(None, (clients, peer_clients)):
+            await each.switch_models(f"round {number} at {each.target.authority}", counts=number > 0)
+    loads_before = await clients.load_count()
+    await clients.storm()
+    storm_switches = await clients.load_count() - loads_before
     for name in NAMES:
-        await measurement.post("/models/unload", {"model": name})
+        await clients.post("/models/unload", {"model": name})
+    if peer_clients is not None:
+        await peer_clients.storm()
     return SwitchReport(
         settings=settings,
-        switch_seconds=switches,
-        loaded_seconds=loaded,
-        answered=measurement.answered,
-        left=measurement.left,
-        lost=dict(measurement.lost),
+        server=clients.figures,
+        peer=None if peer_clients is None else peer_clients.figures,
         storm_switches=storm_switches,
         memory_before_bytes=memory_before,
         memory_after_bytes=memory_bytes(server.pid)[0],
@@ -142,25 +155,43 @@ async def _measure(settings: SwitchSettings, server: ServerProcess) -> SwitchRep
     )
 
 
-class _Measurement:
-    """Sends the requests of one measurement.
+class _Clients:
+    """Clients of one server.
+
+    Args:
+        settings: settings of the measurement.
+        url: address of the server.
 
     Attributes:
-        answered, left, lost: see SwitchReport.
+        target: the server.
+        figures: figures so far.
     """
 
-    def __init__(self, settings: SwitchSettings, server: ServerProcess) -> None:
+    def __init__(self, settings: SwitchSettings, url: str) -> None:
         self._settings = settings
-        self._target = Target.from_url(server.url)
+        self.target = Target.from_url(url)
         self._rng = random.Random(settings.seed)
-        self.answered = self.left = 0
-        self.lost: Counter[str] = Counter()
+        self.figures = SwitchFigures()
+
+    async def switch_models(self, label: str, *, counts: bool) -> None:
+        """Request each model twice. The first request needs a switch.
+
+        Args:
+            label: name of the round in the line of progress.
+            counts: False for a round that fills caches of files and compiles kernels.
+        """
+        for name in NAMES:
+            first, second = await self.timed(name), await self.timed(name)
+            if counts:
+                self.figures.switch_seconds.append(first)
+                self.figures.loaded_seconds.append(second)
+        print_progress(f"{label}: {first:.2f} s with a switch, {second:.3f} s without")
 
     async def post(self, path: str, body: object) -> PlainResponse | Failure:
-        client = http1_client(self._target)
+        client = http1_client(self.target)
         try:
             raw = msgspec.json.encode(body)
-            return await ask(client, self._target, path, seconds_max=3600, method="POST", body=raw)
+            return await ask(client, self.target, path, seconds_max=3600, method="POST", body=raw)
         finally:
             with trio.move_on_after(1) as closing:
                 closing.shield = True
@@ -176,8 +207,8 @@ class _Measurement:
 
     async def load_count(self) -> int:
         """Return the loads of all models since the start of the server."""
-        client, total = http1_client(self._target), 0
-        response = await ask(client, self._target, "/metrics", seconds_max=60)
+        client, total = http1_client(self.target), 0
+        response = await ask(client, self.target, "/metrics", seconds_max=60)
         await client.aclose()
         if isinstance(response, Failure):
             raise CannotMeasure(f"the metrics cannot be read: {response.message}", EXIT_UNREACHABLE)
@@ -200,11 +231,12 @@ class _Measurement:
         with trio.move_on_after(3600 if leaves_after is None else leaves_after):
             response = await self.post("/v1/completions", self._body(name, self._settings.output_tokens))
         if response is None:
-            self.left += 1
+            self.figures.left += 1
         elif isinstance(response, Failure) or response.status != 200:
-            self.lost[_reason(response)] += 1
+            lost = self.figures.lost
+            lost[_reason(response)] = lost.get(_reason(response), 0) + 1
         else:
-            self.answered += 1
+            self.figures.answered += 1
 
     def _body(self, name: str, token_count: int) -> dict[str, object]:
         return {"model": name, "prompt": PROMPT, "max_tokens": token_count, "ignore_eos": True}
