@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.contracts.block_hash import root_hash
+from trioserve.contracts.ids import root_hash
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.engine.image_encoding import output_name
 from trioserve.proxy.routed_body import prefix_of
 from trioserve.testing.fake_engine import byte_form_compiler
-from trioserve.text import chat_template
-from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.stop_strings import StopStringFinder
+from trioserve.text.templates import chat_template
+from trioserve.text.templates.chat_template import ChatTemplate
 
 PRODUCT = Path(__file__).parent.parent / "trioserve"
 OF_TESTS = {"testing", "simulation", "bench"}
@@ -53,9 +53,9 @@ CACHES = {
     ("router/residency.py", "_holders"): SALTED,
     ("connectors/host/store.py", "_kept"): SALTED,
     ("connectors/host/store.py", "_sizes"): SALTED,
-    ("text/chat_template.py", "_programs"): "of the model alone, those of requests are compiled each time",
-    ("text/chat_template.py", "support"): "of a program, as above",
-    ("text/chat_template.py", "_environment"): OF_SERVER,
+    ("text/templates/chat_template.py", "_programs"): "of the model alone, those of requests are compiled each time",
+    ("text/templates/chat_template.py", "support"): "of a program, as above",
+    ("text/templates/chat_template.py", "_environment"): OF_SERVER,
     ("proxy/kept_objects.py", "_objects"): OWNED,
     ("admission/dispatch.py", "_positions"): "positions of all waiting requests, counted once a second",
     ("admission/recent_requests.py", "_owners"): OWNED,

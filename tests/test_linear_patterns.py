@@ -33,12 +33,11 @@ LOCALS: dict[str, dict[str, Any]] = {
     "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
     "text/reasoning_state.py": {"markers": "<think>|</think>"},
     "text/request_texts.py": {"first": "\U000f0000", "last": "\U000ffffd", "tokens": MARKERS},
-    "text/response_parsers/content_script.py": {"firsts": "<["},
     "text/restraints.py": {"names": MARKERS},
     "text/response_parsers/python_literal.py": {"quote": "'"},
     "text/response_parsers/raw_values.py": {"tags": MARKERS},
     "text/response_parsers/scripts.py": {"markers": MARKERS},
-    "text/response_parsers/reasoning_script.py": {"firsts": "<["},
+    "text/response_parsers/content_script.py": {"firsts": "<["},
     "text/structural_tag.py": {"special": MARKERS},
 }
 SHORT, GROWTH = 500, 4

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     )
     from trioserve.contracts.events import AbortOutcome, FinishReason
     from trioserve.contracts.image_generation import ImageDelta, ImageParams, RGBImage
-    from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.output import Delta
     from trioserve.contracts.pooling import LabelledPrompt, PoolingParams, PoolingResult, TextPair
     from trioserve.contracts.prompt import ChatPrompt
-    from trioserve.contracts.request import Retention
+    from trioserve.contracts.request import KVTransferParams, Retention
     from trioserve.contracts.resume import Resume
     from trioserve.contracts.sampling import SamplingParams, Thinking
     from trioserve.contracts.structured_output import StructuredOutput
@@ -113,7 +112,7 @@ _HOMES = {
     "Delta": "trioserve.contracts.output",
     "ImageDelta": "trioserve.contracts.image_generation",
     "ImageParams": "trioserve.contracts.image_generation",
-    "KVTransferParams": "trioserve.contracts.kv_transfer_params",
+    "KVTransferParams": "trioserve.contracts.request",
     "LabelledPrompt": "trioserve.contracts.pooling",
     "RGBImage": "trioserve.contracts.image_generation",
     "PoolingResult": "trioserve.contracts.pooling",

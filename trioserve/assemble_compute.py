@@ -12,11 +12,9 @@ import trio
 
 from trioserve.assemble_model import LoadProgress, LoadReport, ModelFiles
 from trioserve.connectors.settings import ConnectorSettings
-from trioserve.contracts.adapter import AdapterId
-from trioserve.contracts.audio import AudioEncoder
-from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import BlockCopies, KVPages
-from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
+from trioserve.contracts.media import AudioEncoder, ImageEncoder
+from trioserve.contracts.weights import AdapterId, BroadcastWeights, SharedWeights, WeightSource
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterTarget
 from trioserve.engine.between_steps import (

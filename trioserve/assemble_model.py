@@ -13,9 +13,8 @@ import trio
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.commands.prompt_naming import load_tokenizer
-from trioserve.contracts.audio import AudioProcessing
 from trioserve.contracts.errors import ModelLoadError, StartupError
-from trioserve.contracts.images import ImageEncoder
+from trioserve.contracts.media import AudioProcessing, ImageEncoder
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.drafts.checkpoints import EagleCheckpoint, check_same_tokens
 from trioserve.model.drafts.settings import DraftSettings
@@ -29,8 +28,8 @@ from trioserve.model.loading.settings import generation_settings
 from trioserve.model.number_formats import Dtype
 from trioserve.model.settings import ModelSettings
 from trioserve.options.engine import EngineOptions
-from trioserve.text.chat_template import chat_template_text
 from trioserve.text.grammar_compiler import GrammarCompiler
+from trioserve.text.templates.chat_template import chat_template_text
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.worker_thread import LongJob, call_abandonable

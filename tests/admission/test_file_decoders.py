@@ -22,10 +22,9 @@ from trioserve.admission.decoding_process import DecodeJob, DecodeReply
 from trioserve.admission.file_decoders import AudioDecoder, ImageDecoder
 from trioserve.audio.audio_file import decoded_audio
 from trioserve.audio.recording import spectrogram_of
-from trioserve.contracts.audio import AudioLimits
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.image_generation import RGBImage
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import AudioLimits, ImageLimits
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
 from trioserve.trio_tools.process_pool import FRAME, ProcessPool

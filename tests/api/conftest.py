@@ -14,10 +14,10 @@ import trio
 from trioserve.admission.file_decoders import AudioDecoder
 from trioserve.admission.prompt_encoder import INLINE_CHARACTERS_MAX
 from trioserve.api.routes import App
-from trioserve.contracts.audio import AudioProcessing, AudioPrompt
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import EngineFault, InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason, TokenLogprob
+from trioserve.contracts.media import AudioProcessing, AudioPrompt
 from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams

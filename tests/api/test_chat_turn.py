@@ -15,6 +15,7 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.text.response_parsers.offered_tools import ToolChoice, ToolMode
 from trioserve.text.response_parts import (
     ContentText,
     ReasoningText,
@@ -23,7 +24,6 @@ from trioserve.text.response_parts import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from trioserve.text.tool_choice import ToolChoice, ToolMode
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 OPTIONS: dict[str, Any] = {"block_count": 512, "max_model_len": 1024}

@@ -9,7 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.operations.kv_events import ALIVE_SECONDS
 from trioserve.api.sse import KEEP_ALIVE
-from trioserve.contracts.kv_events import BlocksStored, KvEvent, ResidencySnapshot
+from trioserve.contracts.endpoint import BlocksStored, KvEvent, ResidencySnapshot
 from trioserve.engine import kv_events
 from trioserve.proxy.prompt_blocks import block_names
 from trioserve.testing.memory_client import MemoryResponse

@@ -10,7 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.openai import response_types as responses
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.scripted_connector import ScriptedConnector
 

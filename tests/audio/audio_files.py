@@ -8,7 +8,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.contracts.audio import AudioProcessing
+from trioserve.contracts.media import AudioProcessing
 
 __all__ = ["WHISPER", "audio_file", "tone", "wav"]
 

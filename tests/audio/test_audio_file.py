@@ -7,8 +7,8 @@ import pytest
 
 from tests.audio.audio_files import audio_file, tone, wav
 from trioserve.audio.audio_file import audio_format, decoded_audio
-from trioserve.contracts.audio import AudioLimits
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.media import AudioLimits
 
 LIMITS = AudioLimits()
 FORMATS = {

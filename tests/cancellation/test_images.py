@@ -14,8 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import Draining
 from trioserve.contracts.events import AbortOutcome, FinishReason, IterativePhase
-from trioserve.contracts.image_generation import ImageParams, RGBImage
-from trioserve.contracts.iterative import IterativeRequest
+from trioserve.contracts.image_generation import ImageParams, IterativeRequest, RGBImage
 from trioserve.testing.fake_image_engine import (
     FAKE_IMAGE_MODEL,
     FakeImageEngine,

@@ -24,8 +24,7 @@ from trioserve.connectors.stream.transport import make_connector as make_tcp_con
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, KVLayout, Loaded, LoadFailed, Released
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.between_steps import ThreadedCopies
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages

@@ -15,8 +15,8 @@ import pytest
 from trioserve.connectors.host import block_files
 from trioserve.connectors.host.block_files import BlockFiles, FileUnusable, Proofs
 from trioserve.connectors.host.copying import block_bytes
-from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.ids import BlockHash
 from trioserve.testing.memory_pages import SMALL_LAYOUT
 
 NAME = BlockHash(bytes(range(16)))

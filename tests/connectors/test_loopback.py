@@ -23,7 +23,7 @@ from trioserve.contracts.kv_transfer import (
     StillRead,
     TransferEvent,
 )
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.testing.connector_conformance.side import is_same, kv_of, make_request
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 

@@ -23,8 +23,7 @@ from trioserve.contracts.kv_transfer import (
     Released,
     StillRead,
 )
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.metrics.registry import CATALOGUE
 from trioserve.testing.memory_pages import MemoryPages

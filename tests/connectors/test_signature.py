@@ -10,7 +10,7 @@ import pytest
 
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.signature import is_signed, machine_key, signed, signing_key
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 
 PLACE = KVTransferParams(
     do_remote_prefill=True, remote_engine_id="e", remote_request_id="r", remote_host="127.0.0.1", remote_port=7

@@ -50,8 +50,7 @@ from trioserve.connectors.stream.wire import MayNot, StreamWire, Wire
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, Loaded, LoadFailed, Released, StillRead
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 

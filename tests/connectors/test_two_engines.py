@@ -14,7 +14,7 @@ import trioserve
 from trioserve import SamplingParams
 from trioserve.connectors.loopback import LoopbackConnector
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.contracts.block_hash import hash_block, root_hash
+from trioserve.contracts.ids import hash_block, root_hash
 
 
 def chain(salt: str | None, *blocks: tuple[int, ...]) -> bytes:

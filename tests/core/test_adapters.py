@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from trioserve.contracts.adapter import AdapterRef, adapter_salt
 from trioserve.contracts.errors import AdapterRefused
+from trioserve.contracts.weights import AdapterRef, adapter_salt
 from trioserve.core.adapters import AdapterBook, AdapterState
 
 

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trioserve.contracts.block_hash import BlockHash, hash_block
 from trioserve.contracts.events import AbortOutcome, EngineEvent, FinishReason, PromptLogprobs, TokensReady
-from trioserve.contracts.ids import NO_BLOCK, RequestId
+from trioserve.contracts.ids import NO_BLOCK, BlockHash, RequestId, hash_block
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams

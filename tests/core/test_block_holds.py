@@ -7,7 +7,7 @@ import pytest
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.core.block_holds import BlockHolds
 from trioserve.core.connector_guard import TransferFaults
 from trioserve.core.kv_blocks import BlockPool

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from trioserve.contracts.block_hash import root_hash, with_material
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.ids import RequestId
-from trioserve.contracts.images import GivenRows, rows_material
+from trioserve.contracts.ids import RequestId, root_hash, with_material
 from trioserve.contracts.kv_transfer import KVConnector
+from trioserve.contracts.media import GivenRows, rows_material
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.core import prefix_cache

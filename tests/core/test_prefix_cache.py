@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve.contracts.block_hash import BlockHash, hash_block
+from trioserve.contracts.ids import BlockHash, hash_block
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache, PrefixChain
 

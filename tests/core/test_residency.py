@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
+from trioserve.contracts.ids import BlockHash, hash_block, root_hash
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache, PrefixChain
 from trioserve.simulation.core.expected import ResidencyBook

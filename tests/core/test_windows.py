@@ -13,11 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.contracts.block_hash import BlockHash, hash_block
 from trioserve.contracts.events import FinishReason, TokensReady
-from trioserve.contracts.ids import NO_BLOCK, RequestId
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.ids import NO_BLOCK, BlockHash, RequestId, hash_block
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore

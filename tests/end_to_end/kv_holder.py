@@ -16,8 +16,7 @@ from trioserve.connectors.registry import find_connector
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVLayout, Released
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.memory_pages import MemoryPages
 

@@ -16,7 +16,7 @@ import trio
 
 from trioserve import SamplingParams, open_engine
 from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.resume import Resume
 from trioserve.model.layers import Linear
 from trioserve_kernels.native import NoNativeKernels, load_library

@@ -11,8 +11,8 @@ import trio
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine import request_preparation
 from trioserve.engine.lifecycle import engine_lifecycle

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trioserve.admission.prompt_encoder import PromptEncoder
-from trioserve.contracts.audio import AudioProcessing, AudioPrompt
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.media import AudioProcessing, AudioPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import open_fake_engine

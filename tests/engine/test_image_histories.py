@@ -15,7 +15,7 @@ import trio.lowlevel
 from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.encoder_outputs import EncoderOutputs

@@ -18,7 +18,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.errors import ContextTooLong, EngineFault, InvalidRequest
 from trioserve.contracts.events import AbortOutcome
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.contracts.pooling import PoolingParams
 from trioserve.contracts.prompt import ChatPrompt, Cut
 from trioserve.contracts.sampling import SamplingParams

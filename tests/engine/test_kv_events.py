@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.contracts.block_hash import HASH_SCHEME
+from trioserve.contracts.endpoint import BlocksRemoved, BlocksStored, ResidencySnapshot
 from trioserve.contracts.errors import EngineFault, Overloaded
-from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
+from trioserve.contracts.ids import HASH_SCHEME
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache, PrefixChain
 from trioserve.engine import kv_events

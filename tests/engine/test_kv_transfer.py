@@ -12,8 +12,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.errors import EngineFault, InvalidRequest, StartupError
 from trioserve.contracts.events import AbortOutcome, FinishReason
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine_metrics import show_connector
 from trioserve.metrics.registry import Metrics

@@ -15,7 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.invariants import check_core

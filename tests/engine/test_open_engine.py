@@ -25,8 +25,8 @@ from trioserve.config import Config, make_config
 from trioserve.connectors import registry
 from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.settings import CoreSettings
 from trioserve.model.settings import ModelSettings

@@ -8,7 +8,7 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.metrics.registry import CATALOGUE

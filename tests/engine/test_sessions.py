@@ -27,8 +27,7 @@ from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.request import EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import PrefetchResult
-from trioserve.engine.conversation import common_count
-from trioserve.engine.session import Session
+from trioserve.engine.session import Session, common_count
 from trioserve.engine.sessions import LiveSession, SessionEnd, SessionName, ToolTimes
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN, END_TOKEN_ID, byte_backend, byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine

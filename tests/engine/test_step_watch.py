@@ -12,7 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import StartupError, StepOverdue
 from trioserve.contracts.events import AbortOutcome, FinishReason
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.lifecycle.step_times import StepWatch
 from trioserve.engine.settings import EngineSettings

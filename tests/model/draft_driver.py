@@ -12,7 +12,7 @@ import pytest
 
 from trioserve.contracts.events import FinishReason, RequestFinished, TokenLogprob, TokensReady
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.images import GivenRows
+from trioserve.contracts.media import GivenRows
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult

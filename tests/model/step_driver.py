@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trioserve.contracts.adapter import AdapterRef
-from trioserve.contracts.images import GivenRows
+from trioserve.contracts.media import GivenRows
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan, StepResult
+from trioserve.contracts.weights import AdapterRef
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings

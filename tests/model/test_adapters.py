@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.weights import AdapterId, AdapterRef
 from trioserve.model.loading.adapter_directory import allowed_directory, read_adapter
 from trioserve.model.loading.checkpoint import open_checkpoint
 

@@ -16,7 +16,7 @@ import pytest
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.images import GivenRows
+from trioserve.contracts.media import GivenRows
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import DraftTask, IsAbandoned
 from trioserve.model.drafts.checkpoints import DraftSource, check_draft, check_same_tokens

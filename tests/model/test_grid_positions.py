@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.images import GivenRows, rows_material
+from trioserve.contracts.media import GivenRows, rows_material
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk

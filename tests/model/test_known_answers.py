@@ -18,8 +18,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.weights import AdapterId, AdapterRef
 from trioserve.model.layer_config import ExpertsConfig
 from trioserve.model.loading.adapter_directory import read_adapter
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint

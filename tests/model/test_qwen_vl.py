@@ -22,7 +22,7 @@ from PIL import Image
 
 from trioserve.assemble import open_engine
 from trioserve.contracts.errors import InvalidRequest, StartupError
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint

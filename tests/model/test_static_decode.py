@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from trioserve.bench.inside.adapter_bench import random_adapter
-from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.images import GivenRows
+from trioserve.contracts.media import GivenRows
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan
+from trioserve.contracts.weights import AdapterId, AdapterRef
 from trioserve.model import static_decode, torch_step_model
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor

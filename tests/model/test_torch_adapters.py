@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trioserve.contracts.adapter import AdapterId
+from trioserve.contracts.weights import AdapterId
 from trioserve.model.torch_adapters import NO_ADAPTER, AdapterColumns, TorchAdapter
 
 LINEARS = (

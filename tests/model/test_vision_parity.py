@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from trioserve.contracts.images import GivenRows, ImageLimits
+from trioserve.contracts.media import GivenRows, ImageLimits
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from trioserve.contracts.images import GivenRows
+from trioserve.contracts.media import GivenRows
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
 
@@ -118,7 +118,7 @@ def test_tokens_that_rules_of_speech_allow_equal_those_of_transformers(
         WhisperTimeStampLogitsProcessor,
     )
 
-    from trioserve.contracts.audio import SpeechRules
+    from trioserve.contracts.media import SpeechRules
     from trioserve.model.sampler import follow_speech_rules_
 
     rules = SpeechRules(

@@ -15,8 +15,8 @@ import trio
 
 from trioserve.assemble import open_engine
 from trioserve.commands.models import check_model
-from trioserve.contracts.audio import AudioPrompt
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest, StartupError
+from trioserve.contracts.media import AudioPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
 from trioserve.testing.accounting import assert_all_free

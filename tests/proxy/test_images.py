@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.http.limits import FrontendLimits
 from trioserve.testing.byte_tokenizer import IMAGE_CHAT_TEMPLATE, byte_tokenizer
 

@@ -10,9 +10,8 @@ import msgspec
 import pytest
 import trio
 
-from trioserve.contracts.block_hash import HASH_SCHEME
-from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
+from trioserve.contracts.endpoint import BlocksRemoved, BlocksStored, EndpointId, ResidencySnapshot
+from trioserve.contracts.ids import HASH_SCHEME
 from trioserve.proxy.pushed_reports import (
     RESIDENCY_RETRY_SECONDS_MAX,
     RETRY_SECONDS_MIN,

@@ -18,7 +18,7 @@ import trio
 import trioserve
 from trioserve import SamplingParams, StructuredOutput
 from trioserve.contracts.errors import EngineFault, StartupError
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from trioserve.contracts.adapter import AdapterRef
-from trioserve.contracts.images import GivenRows
+from trioserve.contracts.media import GivenRows
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import CHOOSING_FIELDS, SamplingParams
 from trioserve.contracts.step import DraftTask, ScheduledChunk, StateSpan, StepPlan
+from trioserve.contracts.weights import AdapterRef
 from trioserve.ranks.plan_wire import PartialTokens, WirePlan, plan_from_wire, plan_to_wire
 
 BLOCK_SIZE = 4

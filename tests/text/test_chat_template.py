@@ -12,7 +12,7 @@ from tokenizers import models
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
-from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.templates.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
 
 CHATML = """{% for message in messages %}

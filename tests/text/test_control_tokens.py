@@ -19,10 +19,10 @@ from trioserve.contracts.prompt import ChatPrompt
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.scripted_chat import FAMILIES, chat_template
 from trioserve.text import request_texts
-from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.reasoning_state import PromptReasoning
 from trioserve.text.request_texts import TokenPattern
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.templates.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 

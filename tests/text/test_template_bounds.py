@@ -10,7 +10,7 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
-from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.templates.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.slow
 

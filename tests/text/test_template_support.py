@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
-from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.templates.chat_template import ChatTemplate
 
 PLAIN = """{% for message in messages %}<{{ message.role }}>{{ message['content'] }}</{{ message.role }}>
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""

@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.template_support import plain_messages, tools_text
+from trioserve.text.templates.template_support import plain_messages, tools_text
 
 WEATHER = OfferedTool(name="get_weather", description="Tells the weather", parameters={"type": "object"})
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}

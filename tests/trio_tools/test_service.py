@@ -7,16 +7,16 @@ import signal
 import pytest
 import trio
 
+from trioserve.contracts.deadlines import StoppingSettings
 from trioserve.contracts.errors import Draining, EngineFault
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_connector import ScriptedConnector
 from trioserve.trio_tools.service import Service
-from trioserve.trio_tools.settings import StoppingSettings
 
 
 class ScriptedFrontEnd:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.vision.image_file import pixels_of
 from trioserve.vision.image_header import read_header
 

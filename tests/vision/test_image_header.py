@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.vision import image_header
 from trioserve.vision.image_file import pixels_of
 from trioserve.vision.image_header import ImageHeader, read_header

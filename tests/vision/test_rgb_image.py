@@ -10,7 +10,7 @@ from PIL import Image
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.image_generation import RGBImage
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.vision.image_file import (
     IMAGE_FORMATS,
     ImageFormat,

@@ -21,9 +21,8 @@ from typing import Literal
 
 import msgspec
 
-from trioserve.contracts.audio import AudioLimits, AudioProcessing
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImageLimits, ImagePlan
+from trioserve.contracts.media import AudioLimits, AudioProcessing, ImageLimits, ImagePlan
 from trioserve.vision.families.registry import ImageProcessing, tiles_of
 
 __all__ = [

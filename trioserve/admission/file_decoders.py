@@ -25,10 +25,9 @@ from trioserve.admission.decoding_process import (
 )
 from trioserve.audio.audio_file import audio_format
 from trioserve.audio.recording import Recording, spectrogram_bytes
-from trioserve.contracts.audio import AudioLimits, AudioProcessing
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.image_generation import RGBImage
-from trioserve.contracts.images import ImageLimits, ImagePlan, Tiles
+from trioserve.contracts.media import AudioLimits, AudioProcessing, ImageLimits, ImagePlan, Tiles
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.process_pool import JobTooLong, ProcessLost, ProcessPool
 from trioserve.vision.families.registry import ImageProcessing, tiles_from

@@ -10,8 +10,8 @@ from typing import Any
 
 from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.settings import AdmissionSettings
-from trioserve.contracts.audio import AudioPrompt
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.media import AudioPrompt
 from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.router.policies import RoundRobin

@@ -16,13 +16,13 @@ import msgspec
 
 from trioserve.admission.text_threads import LONG_CHARACTERS_MAX, TextRunner
 from trioserve.contracts.arguments import refuse, shown
-from trioserve.contracts.audio import AudioProcessing, AudioPrompt
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.media import AudioProcessing, AudioPrompt
 from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
-from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.control_tokens import ChatText
 from trioserve.text.response_parsers.registry import COMMON_TOOL_FAMILY
+from trioserve.text.templates.chat_template import ChatTemplate
 from trioserve.text.tokenizer import EncodedInput, Tokenizer
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.vision.image_prompt import ImageReader, ImageSource, PromptImage, split_images

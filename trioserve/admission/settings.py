@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.deadlines import Deadlines, StoppingSettings
 from trioserve.contracts.errors import StartupError
-from trioserve.trio_tools.settings import StoppingSettings
 
 __all__ = ["AdmissionSettings"]
 

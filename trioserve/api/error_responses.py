@@ -31,8 +31,8 @@ from trioserve.contracts.errors import (
     WeightsLost,
 )
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import REQUEST_POISONED, Delta
+from trioserve.contracts.request import KVTransferParams
 from trioserve.http.body_budget import CODINGS
 from trioserve.http.exchange import BodyTimeout, BodyTooLarge, UnknownCoding
 

@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 from trioserve.api.error_responses import foreign_end
 from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.events import FinishReason, TokenLogprob
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.weights import add_versions
 from trioserve.http.limits import KEEP_ALIVE_SECONDS
 

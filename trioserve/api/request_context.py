@@ -15,9 +15,9 @@ from trioserve.engine.sessions import LiveSession, SessionName
 
 if TYPE_CHECKING:
     from trioserve.contracts.deadlines import Deadlines
-    from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.pooling import PoolingInput, PoolingParams
     from trioserve.contracts.prompt import Cut, Prompt
+    from trioserve.contracts.request import KVTransferParams
     from trioserve.contracts.resume import Resume
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.engine.engine import Engine

@@ -21,8 +21,8 @@ from trioserve.contracts.weights import WeightVersions
 from trioserve.engine.images.image_engine import ImageStream as TrioImageStream
 from trioserve.engine.images.image_engine import images_of
 from trioserve.engine.images.open_image import merge as merge_images
-from trioserve.engine.lifecycle.scope_stream import ScopeStream as TrioScopeStream
-from trioserve.engine.lifecycle.scope_stream import error_of
+from trioserve.engine.lifecycle.request_scope import ScopeStream as TrioScopeStream
+from trioserve.engine.lifecycle.request_scope import error_of
 from trioserve.engine.request_stream import PoolingStream as TrioPoolingStream
 from trioserve.engine.request_stream import RequestStream as TrioStream
 from trioserve.text.output import merge

@@ -6,9 +6,9 @@ import importlib.util
 import io
 from typing import TYPE_CHECKING
 
-from trioserve.contracts.audio import AudioLimits
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.extras import install_command
+from trioserve.contracts.media import AudioLimits
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.audio.log_mel import log_mel
-from trioserve.contracts.audio import AudioProcessing
+from trioserve.contracts.media import AudioProcessing
 
 __all__ = ["Recording", "spectrogram_bytes", "spectrogram_of"]
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from trioserve.contracts.audio import TIMESTAMP_SECONDS, AudioProcessing
+from trioserve.contracts.media import TIMESTAMP_SECONDS, AudioProcessing
 
 __all__ = ["NO_SPEECH_MIN", "REST_SECONDS_MIN", "Segment", "Transcript", "WindowOutput", "srt", "vtt"]
 

@@ -29,7 +29,7 @@ from trioserve.commands.terminal import LoadingBar
 from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.options.option import options_of
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped

@@ -36,8 +36,7 @@ from trioserve.contracts.kv_transfer import (
     StillRead,
     TransferEvent,
 )
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 
 __all__ = ["LoopbackConnector", "Offer", "Reading", "make_connector"]
 

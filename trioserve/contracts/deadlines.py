@@ -1,4 +1,4 @@
-"""Deadlines of a request. Their ranges are checked only here."""
+"""Deadlines of a request, and time limits of stopping a service. Their ranges are checked only here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 import msgspec
 
 from trioserve.contracts.arguments import to_float
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.errors import InvalidRequest, StartupError
 
-__all__ = ["DEADLINE_SECONDS_MAX", "NO_DEADLINES", "Deadline", "Deadlines", "passed_message"]
+__all__ = ["DEADLINE_SECONDS_MAX", "Deadline", "Deadlines", "NO_DEADLINES", "StoppingSettings", "passed_message"]
 
 DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # A request that may take longer than this limit must set no deadline.
 
@@ -99,3 +99,32 @@ def passed_message(deadline: Deadline, seconds: float, limits: Deadlines) -> str
     if limit is None or seconds < limit:
         return message
     return f"{message}, and that is the longest that this server allows ({_LIMIT_OPTIONS[deadline]})"
+
+
+STOPPING_SECONDS_MAX = 86_400  # one day; a larger value probably has the wrong unit
+
+
+class StoppingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Time limits for the phases in which a service stops.
+
+    Attributes:
+        drain_seconds_max: Longest time for running requests to finish after the command to stop.
+        drain_delay_seconds: Minimum time for which the server still answers after SIGTERM, so that load balancers and
+            people can see that it drains. At most drain_seconds_max. Not applied after SIGINT, which a waiting person
+            sends.
+        grace_seconds_max: Longest time for clients to read the end of their responses, after the drain or a fault.
+            After this time, every task is cancelled.
+
+    Raises:
+        StartupError: a value is out of range.
+    """
+
+    drain_seconds_max: float = 30.0
+    drain_delay_seconds: float = 2.0
+    grace_seconds_max: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("drain_seconds_max", "drain_delay_seconds", "grace_seconds_max"):
+            value = getattr(self, name)
+            if not 0 <= value <= STOPPING_SECONDS_MAX:
+                raise StartupError(f"{name} is {value}, it must be 0 to {STOPPING_SECONDS_MAX} seconds")

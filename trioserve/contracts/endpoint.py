@@ -1,4 +1,12 @@
-"""Endpoints as the router sees them, and the request properties on which routing depends."""
+"""Endpoints as the router sees them, and the request properties on which routing depends.
+
+By a `KvEvent` about the blocks in an engine's prefix cache, a router finds the endpoint that has a prompt's prefix. A
+stream of these events begins with a snapshot, in one or more parts. The changes since then follow in order. Changes are
+numbered by hash: `sequence` is the number of the first hash of an event, and each further hash counts one more. A
+snapshot contains all changes before its `sequence`, and the next change has that number. If a reader finds another
+number, or a second snapshot, it has missed changes. Then the reader uses the new snapshot, or reads the stream again
+from the start. A new epoch means that the engine restarted: earlier numbers and blocks are no longer valid.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +18,24 @@ from typing import NewType
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.contracts.block_hash import BlockHash
+from trioserve.contracts.ids import BlockHash
 from trioserve.contracts.kv_transfer import EngineRole
 
 __all__ = [
+    "BlocksRemoved",
+    "BlocksStored",
     "CONTINUATION_BYTES_MAX",
     "DISAGGREGATED_PROMPT_TOKENS_MIN",
-    "NOT_A_PAGE_HEADER",
-    "PREFIX_BLOCK_TOKENS",
     "EndpointId",
     "EndpointLoad",
-    "Stage",
+    "KvEvent",
+    "LoadReported",
+    "NOT_A_PAGE_HEADER",
+    "PREFIX_BLOCK_TOKENS",
     "PairOutcome",
+    "ResidencySnapshot",
     "RoutedRequest",
+    "Stage",
 ]
 
 NOT_A_PAGE_HEADER = "sec-trioserve-client"
@@ -95,7 +108,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
             free slot. None to let the policy choose.
         prefix: Hashes of the prompt's leading blocks of text, first block first, for estimates of cache hits. A block
             has about PREFIX_BLOCK_TOKENS tokens.
-        blocks: Hashes of the prompt's leading KV blocks (contracts/block_hash), by block size in tokens. Includes only
+        blocks: Hashes of the prompt's leading KV blocks (contracts/ids), by block size in tokens. Includes only
             blocks that can be cache hits. A block size is missing if the policy did not need the hashes, or if they are
             unknown.
         queue_deadline: Time at which the request stops waiting in the queue. Default: never.
@@ -153,3 +166,53 @@ class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
     told_at: float | UnsetType = UNSET
     instance: str | UnsetType = UNSET
     generated: float | UnsetType = UNSET
+
+
+class ResidencySnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
+    """Part of the list of all blocks that can be found in the prefix cache.
+
+    Attributes:
+        epoch: Identifies one run of the engine. A restart changes it.
+        sequence: Number of the next change.
+        model: Name of the model in requests.
+        block_size: Tokens in a block.
+        hash_scheme: Name of the hash algorithm of blocks (contracts/ids).
+        hashes: Hashes of the blocks in this part. No block is in two parts.
+        left: Number of blocks in the parts that follow. 0 in the last part.
+        window_tokens: Largest sliding window in tokens, if every layer has one. None otherwise. With a window, a prefix
+            counts as cached if the blocks within the window of the next token are cached.
+    """
+
+    epoch: str
+    sequence: int
+    model: str
+    block_size: int
+    hash_scheme: str
+    hashes: list[BlockHash]
+    left: int
+    window_tokens: int | None = None
+
+
+class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
+    """Blocks that can be found in the prefix cache from now on."""
+
+    sequence: int
+    hashes: list[BlockHash]
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, kw_only=True, tag="removed"):
+    """Blocks that can no longer be found in the prefix cache."""
+
+    sequence: int
+    hashes: list[BlockHash]
+
+
+class LoadReported(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Load of an endpoint, for a reader that asks only for the load. The endpoint sends it after changes, and at long
+    intervals.
+    """
+
+    load: EndpointLoad
+
+
+KvEvent = ResidencySnapshot | BlocksStored | BlocksRemoved

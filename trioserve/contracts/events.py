@@ -7,8 +7,8 @@ import enum
 import msgspec
 
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.pooling import PoolingResult
+from trioserve.contracts.request import KVTransferParams
 
 __all__ = [
     "AbortOutcome",

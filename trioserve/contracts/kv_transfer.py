@@ -54,8 +54,7 @@ import msgspec
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 
 __all__ = [
     "BlockCopies",

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from trioserve.contracts.events import FinishReason, TokenLogprob
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.weights import WeightVersions
 
 __all__ = [

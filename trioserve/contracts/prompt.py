@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from trioserve.contracts.audio import AudioPrompt
+from trioserve.contracts.media import AudioPrompt
 
 __all__ = ["ChatPrompt", "Cut", "Prompt"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from trioserve.contracts.arguments import check_count, refuse, shown, to_bool, to_float, to_int, to_items, to_str
-from trioserve.contracts.audio import SpeechRules
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.media import SpeechRules
 from trioserve.contracts.structured_output import StructuredOutput
 
 __all__ = [

@@ -16,8 +16,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 
-from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.errors import AdapterRefused
+from trioserve.contracts.weights import AdapterId, AdapterRef
 
 __all__ = ["AdapterBook", "AdapterLease", "AdapterState", "LoadedAdapter"]
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 
 __all__ = ["TransferFaults", "ConnectorGuard"]
 

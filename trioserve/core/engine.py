@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from trioserve.contracts.block_hash import hash_block
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.events import (
     AbortResult,
@@ -31,10 +30,9 @@ from trioserve.contracts.events import (
     TokensReady,
 )
 from trioserve.contracts.guide import MaskMaker
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import BlockIndex, RequestId, hash_block
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest, Retention
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest, KVTransferParams, Retention
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.contracts.weights import kept_salt

@@ -19,9 +19,8 @@ from typing import NewType
 
 import msgspec
 
-from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash, with_material
-from trioserve.contracts.ids import NO_BLOCK, BlockIndex
-from trioserve.contracts.images import GivenRows, rows_material
+from trioserve.contracts.ids import NO_BLOCK, BlockHash, BlockIndex, hash_block, root_hash, with_material
+from trioserve.contracts.media import GivenRows, rows_material
 from trioserve.core.kv_blocks import BlockPool
 
 __all__ = ["ContentId", "HashBlock", "OnResidency", "PrefixCache", "PrefixChain"]
@@ -40,7 +39,7 @@ class PublishedBlock(msgspec.Struct, frozen=True):
         parent: identity of the prefix without this block. For the first block of a prefix: the salt.
         parent_hash: hash of the previous block. None for the first block.
         token_ids: the tokens of the block.
-        material: hash input for the client's embeddings in the block (contracts/images.py). Empty if there are none.
+        material: hash input for the client's embeddings in the block (contracts/media.py). Empty if there are none.
     """
 
     block: BlockIndex | None

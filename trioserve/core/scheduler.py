@@ -32,8 +32,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from trioserve.contracts.block_hash import BlockHash
-from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
+from trioserve.contracts.ids import NO_BLOCK, BlockHash, BlockIndex, RequestId
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.core.drafting import Drafter, ModelDraft
 from trioserve.core.kv_blocks import BlockPool

@@ -43,8 +43,7 @@ from trioserve.contracts.kv_transfer import (
     TransferEvent,
     TransferFault,
 )
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.core.block_holds import BlockHolds
 from trioserve.core.connector_guard import ConnectorGuard, TransferFaults
 from trioserve.core.kv_blocks import BlockPool

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import trio
 
-from trioserve.contracts.adapter import AdapterContent, AdapterId
 from trioserve.contracts.errors import AdapterRefused, ModelLoadError, RankLost, UnknownModel
+from trioserve.contracts.weights import AdapterContent, AdapterId
 from trioserve.core.adapters import AdapterBook, AdapterLease, AdapterState, LoadedAdapter
 from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.registry import Metrics

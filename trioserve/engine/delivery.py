@@ -24,8 +24,8 @@ from trioserve.contracts.events import (
 )
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, TransferFault
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.step import StepPlan
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore

@@ -22,29 +22,25 @@ from trioserve.admission.file_decoders import AudioDecoder, ImageDecoder
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextThreads
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.arguments import check_flags, check_texts, refuse, to_bool, to_float, to_int, to_str
-from trioserve.contracts.audio import AudioEncoder
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.events import FinishReason, HandOverOutcome
-from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.media import AudioEncoder, ImageEncoder
 from trioserve.contracts.page import LiveRequestView
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import Cut, Prompt
-from trioserve.contracts.request import Retention
+from trioserve.contracts.request import KVTransferParams, Retention
 from trioserve.contracts.resume import AbortResult, Resume
 from trioserve.contracts.sampling import ReasoningOutcome, SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.tracing import NO_SPAN, Span
-from trioserve.contracts.weights import WEIGHT_GROUP, WeightGroup
+from trioserve.contracts.weights import WEIGHT_GROUP, AdapterId, WeightGroup
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
 from trioserve.engine.adapters import Adapters, show_adapters
-from trioserve.engine.conversation import Conversation
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.kv_limit import KvRelease
@@ -57,7 +53,7 @@ from trioserve.engine.open_request import OpenRequest, view_of
 from trioserve.engine.pooling_request import PoolingRequest, checked_inputs, name_of_input
 from trioserve.engine.request_preparation import checked_kv_transfer, checked_prompt, instance_of
 from trioserve.engine.request_stream import PartStream, PoolingStream, RequestStream
-from trioserve.engine.session import Session
+from trioserve.engine.session import Conversation, Session
 from trioserve.engine.sessions import LiveSession, SessionName, SessionTable
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.text_work import EngineParts, TextWork

@@ -15,9 +15,8 @@ from hashlib import blake2b
 import trio
 
 from trioserve.admission.file_decoders import ImageDecoder
-from trioserve.contracts.audio import AudioEncoder, AudioProcessing
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, RequestFailed
-from trioserve.contracts.images import GivenRows, ImageEncoder
+from trioserve.contracts.media import AudioEncoder, AudioProcessing, GivenRows, ImageEncoder
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.registry import Metrics

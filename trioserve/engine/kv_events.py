@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import trio
 
-from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash
+from trioserve.contracts.endpoint import BlocksRemoved, BlocksStored, KvEvent, ResidencySnapshot
 from trioserve.contracts.errors import Overloaded
-from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, KvEvent, ResidencySnapshot
+from trioserve.contracts.ids import HASH_SCHEME, BlockHash
 from trioserve.core.prefix_cache import PrefixCache
 
 __all__ = ["EVENTS_MAX", "KvEvents", "KvReader"]

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from trioserve.contracts.audio import AudioProcessing
+from trioserve.contracts.media import AudioProcessing
 from trioserve.contracts.pooling import PoolingMethod, PoolingParams
 from trioserve.vision.families.registry import ImageProcessing
 

@@ -13,23 +13,20 @@ import trio
 
 from trioserve.admission.local_endpoint import local_request
 from trioserve.admission.prompt_encoder import EncodedPrompt, PromptEncoder
-from trioserve.contracts.adapter import AdapterRef, adapter_salt
-from trioserve.contracts.audio import AudioPrompt
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.events import FinishReason, Phase, TokenLogprob
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.images import GivenRows
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.media import AudioPrompt, GivenRows
 from trioserve.contracts.output import Delta, join_unread
 from trioserve.contracts.page import LiveRequestView
 from trioserve.contracts.pooling import PoolingInput, PoolingResult
 from trioserve.contracts.prompt import Cut, Prompt
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.resume import Partial, PartialChoice, Resume, digest_of
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.tracing import NO_SPAN, Span
-from trioserve.contracts.weights import WeightVersions, weights_salt
+from trioserve.contracts.weights import AdapterRef, WeightVersions, adapter_salt, weights_salt
 from trioserve.core.adapters import AdapterLease
 from trioserve.core.encoder_outputs import OutputClaim
 from trioserve.core.request_state import LiveRequest, RequestStatus

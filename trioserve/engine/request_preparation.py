@@ -10,13 +10,12 @@ import msgspec
 
 from trioserve.admission.prompt_encoder import NO_AUDIO, NO_IMAGES
 from trioserve.contracts.arguments import check_flags, check_texts, is_list, refuse, to_str
-from trioserve.contracts.audio import AudioPrompt
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest, ResumeMismatch
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.media import AudioPrompt
 from trioserve.contracts.prompt import ChatPrompt, Prompt
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.model_description import ModelDescription

@@ -13,7 +13,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
-from trioserve.engine.lifecycle.scope_stream import ScopeStream, error_of
+from trioserve.engine.lifecycle.request_scope import ScopeStream, error_of
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.pooling_request import PoolingRequest
 from trioserve.text.response_parsers.offered_tools import offered_tools

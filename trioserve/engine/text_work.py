@@ -14,10 +14,9 @@ import trio
 from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.text_threads import TextRunner, TextThreads
-from trioserve.contracts.audio import AudioEncoder
 from trioserve.contracts.errors import Overloaded
-from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
+from trioserve.contracts.media import AudioEncoder, ImageEncoder
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume

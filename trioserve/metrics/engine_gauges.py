@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.contracts.iterative import IterativeStats
+from trioserve.contracts.image_generation import IterativeStats
 from trioserve.contracts.stats import EngineStats
 from trioserve.metrics.registry import Metrics
 

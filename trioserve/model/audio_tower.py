@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.contracts.audio import AudioProcessing
+from trioserve.contracts.media import AudioProcessing
 from trioserve.model.layers import Linear
 from trioserve.model.loading.audio_part import AudioConfig, audio_shapes
 from trioserve.model.number_formats import Dtype, Float32Array

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import cast, overload
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
+from trioserve.contracts.weights import AdapterId
 from trioserve.model.step_model import NOT_FINITE, ComputedStep, prompt_followers
 
 __all__ = ["BegunStep", "ComputableStep", "fill_awaited_tokens"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVPages
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.contracts.weights import AdapterId
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import (
     DeviceType,

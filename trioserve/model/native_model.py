@@ -18,11 +18,11 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.contracts.weights import AdapterId
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage

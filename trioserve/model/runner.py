@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import VERSION
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, KVPages
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.contracts.weights import AdapterId
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.begun_step import BegunStep, ComputableStep, fill_awaited_tokens
 from trioserve.model.device import (

@@ -36,9 +36,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trioserve.contracts.audio import SpeechRules
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.guide import TokenMasks
+from trioserve.contracts.media import SpeechRules
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.step_model import (

@@ -24,8 +24,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.contracts.weights import AdapterId
 from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.static_inputs import InputTensors, StaticInputs, StaticRows, StepSize

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.contracts.weights import AdapterId
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage

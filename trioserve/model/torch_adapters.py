@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.contracts.weights import AdapterId
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.torch_formats import Sending, as_tensor
 from trioserve_kernels import Kernels

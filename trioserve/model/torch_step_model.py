@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.contracts.weights import AdapterId
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, default_thread_count, set_torch_threads, step_weight_bytes

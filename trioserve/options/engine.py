@@ -11,10 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from trioserve.connectors.settings import connector_settings
-from trioserve.contracts.audio import AudioLimits
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageRequestLimits
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import AudioLimits, ImageLimits
 from trioserve.core.settings import CoreSettings, DraftSourceName, check_overlap
 from trioserve.engine.settings import RESTARTS_MAX
 from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings

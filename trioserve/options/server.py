@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from trioserve.contracts.deadlines import StoppingSettings
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.engine.settings import EngineSettings, deadlines_of
 from trioserve.http.limits import KEEP_ALIVE_SECONDS, RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX, FrontendLimits
 from trioserve.options.option import about
-from trioserve.trio_tools.settings import StoppingSettings
 
 __all__ = ["QueueOptions", "ServerOptions"]
 

@@ -13,10 +13,10 @@ import trio
 
 from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.request_types import ChatBody, CompletionBody, GenerationBody, decode_body
-from trioserve.contracts.adapter import adapter_salt
-from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
 from trioserve.contracts.errors import InvalidRequest, Overloaded
+from trioserve.contracts.ids import BlockHash, hash_block, root_hash
 from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.weights import adapter_salt
 
 if TYPE_CHECKING:
     from trioserve.admission.text_threads import TextRunner, TextThreads

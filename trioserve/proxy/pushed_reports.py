@@ -20,10 +20,16 @@ import msgspec
 import trio
 from msgspec import UNSET
 
-from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash
-from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.endpoint import (
+    BlocksRemoved,
+    BlocksStored,
+    EndpointLoad,
+    KvEvent,
+    LoadReported,
+    ResidencySnapshot,
+)
 from trioserve.contracts.errors import EndpointLost
-from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, KvEvent, LoadReported, ResidencySnapshot
+from trioserve.contracts.ids import HASH_SCHEME, BlockHash
 from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteResponse
 from trioserve.proxy.streams.client_events import BrokenEvents, EventLines
 from trioserve.router.policies import Policy

@@ -12,8 +12,8 @@ from trioserve.api.form import FormPart, form_boundary, form_parts, text_of, twi
 from trioserve.api.ollama.models import untagged
 from trioserve.api.openai.request_types import Int32, decode_body, wrong_field
 from trioserve.api.surface import OLLAMA_PATH
-from trioserve.contracts.block_hash import BlockHash, root_hash
 from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS
+from trioserve.contracts.ids import BlockHash, root_hash
 from trioserve.contracts.image_generation import PROMPT_CHARACTERS_MAX
 
 __all__ = [

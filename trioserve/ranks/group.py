@@ -22,10 +22,10 @@ import msgspec
 import outcome
 import trio
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import ModelLoadError, RankLost, StartupError
 from trioserve.contracts.guide import BITS, TokenMasks
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.contracts.weights import AdapterId
 from trioserve.ranks.link import KILLED, RankLink
 from trioserve.ranks.messages import (
     Abandon,

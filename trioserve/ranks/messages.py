@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.contracts.step import StepResult
-from trioserve.contracts.weights import BroadcastWeights, SharedWeights
+from trioserve.contracts.weights import AdapterId, BroadcastWeights, SharedWeights
 from trioserve.model.number_formats import Dtype
 from trioserve.model.settings import ModelSettings
 from trioserve.ranks.plan_wire import WirePlan

@@ -15,14 +15,14 @@ from typing import Any, cast, overload
 
 import msgspec
 
-from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.images import GivenRows
+from trioserve.contracts.media import GivenRows
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import CHOOSING_FIELDS, SamplingParams
 from trioserve.contracts.step import DraftTask, ScheduledChunk, StateSpan, StepPlan
+from trioserve.contracts.weights import AdapterRef
 
 __all__ = ["PartialTokens", "WirePlan", "plan_from_wire", "plan_to_wire"]
 

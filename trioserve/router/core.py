@@ -42,12 +42,11 @@ from trioserve.router.continuation import Continuations
 from trioserve.router.endpoint_state import EndpointHealth, Fault
 from trioserve.router.endpoints import Endpoints
 from trioserve.router.leases import Disaggregation, Leases, Moving, stage_fault
-from trioserve.router.moments import QueueDeadlines
 from trioserve.router.policies import PolicyFactory, Rng
 from trioserve.router.queues import Queue, Queues
 from trioserve.router.refusals import Refusals
 from trioserve.router.settings import RouterSettings
-from trioserve.router.ticket import Lease, Ticket, TicketState
+from trioserve.router.ticket import Lease, QueueDeadlines, Ticket, TicketState
 
 __all__ = ["Fault", "RouterCore", "RouterStats"]
 

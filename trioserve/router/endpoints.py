@@ -16,10 +16,9 @@ from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.candidates import Rng
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState, OwnPart
 from trioserve.router.model_endpoints import Filing, Kind, ModelEndpoints, Search, counts_of, kinds_for, kinds_of
-from trioserve.router.moments import Moments
 from trioserve.router.policies import Policy
 from trioserve.router.settings import RouterSettings
-from trioserve.router.ticket import Ticket
+from trioserve.router.ticket import Moments, Ticket
 
 __all__ = ["Endpoints"]
 

@@ -14,8 +14,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS, EndpointId, RoutedRequest
+from trioserve.contracts.ids import BlockHash
 from trioserve.router.candidates import Candidate, Candidates, Rng, looked_at
 from trioserve.router.residency import PrefixIndex, ResidencyIndex
 

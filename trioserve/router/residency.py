@@ -10,8 +10,8 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
-from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.ids import BlockHash
 
 __all__ = ["BLOCKS_MAX", "PrefixIndex", "ResidencyIndex"]
 
@@ -21,7 +21,7 @@ SENT_BLOCKS_MAX = 500_000
 
 
 class PrefixIndex:
-    """An index of blocks by hash. A hash covers all earlier blocks (see contracts/block_hash), so a match always begins
+    """An index of blocks by hash. A hash covers all earlier blocks (see contracts/ids), so a match always begins
     with the first block.
 
     Args:

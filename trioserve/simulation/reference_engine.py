@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.ids import BlockHash
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.request import EngineRequest
 from trioserve.testing.automaton_guide import AutomatonGuide

@@ -14,11 +14,11 @@ import msgspec
 import trio
 
 from trioserve.admission.text_threads import TextThreads
-from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
+from trioserve.contracts.media import ImageLimits
 from trioserve.contracts.step import StepPlan, StepResult
+from trioserve.contracts.weights import AdapterId
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters, ReadAdapter

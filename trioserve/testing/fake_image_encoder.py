@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from trioserve.contracts.errors import AlreadyEnded
-from trioserve.contracts.images import ImagePlan, Tiles
+from trioserve.contracts.media import ImagePlan, Tiles
 from trioserve.testing.byte_tokenizer import IMAGE_TOKEN_ID
 from trioserve.vision.families.idefics3 import Idefics3Processing
 

@@ -18,13 +18,20 @@ import trio
 
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits, ImageTask, RGBImage
-from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult, LatentWork
+from trioserve.contracts.image_generation import (
+    ImageModelDescription,
+    ImageRequestLimits,
+    ImageTask,
+    IterativePlan,
+    IterativeRequest,
+    IterativeResult,
+    LatentWork,
+    RGBImage,
+)
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
-from trioserve.engine.images.image_engine import ImageEngine, ImageStream
-from trioserve.engine.images.image_work import ImageParts
+from trioserve.engine.images.image_engine import ImageEngine, ImageParts, ImageStream
 from trioserve.engine.images.open_image import OpenImage
 from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.settings import EngineSettings, deadlines_of

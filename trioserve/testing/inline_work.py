@@ -20,9 +20,8 @@ from trioserve.admission.decoding_process import DecodeReply, Job, decode
 from trioserve.admission.file_decoders import AudioDecoder, FileDecoder, ImageDecoder
 from trioserve.admission.text_threads import TextThreads
 from trioserve.api.images.image_context import EncodingThreads
-from trioserve.contracts.audio import AudioLimits
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import AudioLimits, ImageLimits
 from trioserve.metrics.registry import Metrics
 from trioserve.store.database import FILE_NAME, StoreDatabase
 from trioserve.store.settings import StoreSettings

@@ -6,12 +6,11 @@ import math
 from collections import Counter
 
 from trioserve.contracts.ids import NO_BLOCK, BlockIndex
-from trioserve.contracts.images import rows_material
 from trioserve.contracts.kv_transfer import HoldKind
+from trioserve.contracts.media import rows_material
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
-from trioserve.core.iterative.engine import IterativeCore
-from trioserve.core.iterative.latent_slots import LiveIteration
+from trioserve.core.iterative.engine import IterativeCore, LiveIteration
 from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.waiting_queue import WaitingQueue
 

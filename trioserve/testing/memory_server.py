@@ -17,7 +17,7 @@ from trioserve.api.limits import BackgroundSettings, BatchSettings, ConnectionSe
 from trioserve.api.page.page import PageSettings
 from trioserve.api.routes import App
 from trioserve.contracts.image_generation import ImageRequestLimits
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer

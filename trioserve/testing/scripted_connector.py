@@ -20,8 +20,7 @@ import trio
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released, Started, StillRead, TransferEvent
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.testing.fake_executor import FakeExecutor
 
 __all__ = ["FakeConnector", "FakeLoad", "FakeSend", "NoConnector", "ScriptedConnector"]

@@ -15,14 +15,14 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.guide import MaskMaker
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.iterative import IterativePlan
+from trioserve.contracts.image_generation import IterativePlan
 from trioserve.contracts.kv_transfer import KVConnector
 from trioserve.contracts.step import IsAbandoned, StepPlan, never_abandoned
 from trioserve.core.engine import EngineCore
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import CoreSettings, IterativeSettings
+from trioserve.engine.lifecycle.engine_loop import AnyPlan, ComputesPlans
 from trioserve.engine.lifecycle.request_scope import RequestsById
-from trioserve.engine.lifecycle.stepped_core import AnyPlan, ComputesPlans
 
 __all__ = ["ControlledSteps", "GatedCore", "GatedImageCore", "GatedSteps", "InjectedFault", "SteppedByHand"]
 

@@ -26,10 +26,10 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.call_formats.harmony import HARMONY_TOKENS
 from trioserve.text.call_formats.kimi import K3_TOKENS
-from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.detokenizer import steps_of
 from trioserve.text.request_texts import RequestTexts, TokenPattern, has_character_in, in_slices
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.templates.chat_template import ChatTemplate
 
 __all__ = ["ChatText", "ControlTokens"]
 

@@ -27,9 +27,15 @@ from trioserve.text.response_parsers.call_format import (
     without_trigger,
 )
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
-from trioserve.text.response_parsers.offered_tools import OfferedTool, offered_tools
+from trioserve.text.response_parsers.offered_tools import (
+    OfferedTool,
+    ToolChoice,
+    ToolMode,
+    checked_tools,
+    offered_tools,
+    tool_choice_of,
+)
 from trioserve.text.response_parsers.registry import ResponseFamilies
-from trioserve.text.tool_choice import ToolChoice, ToolMode, checked_tools, tool_choice_of
 
 if TYPE_CHECKING:
     from trioserve.text.tokenizer import Tokenizer

@@ -16,10 +16,10 @@ import tokenizers
 
 from trioserve.contracts.errors import InvalidRequest, RequestFailed, is_library_panic
 from trioserve.contracts.prompt import ChatPrompt, Cut
-from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.control_tokens import ChatText, ControlTokens
 from trioserve.text.detokenizer import IncrementalDecoder, TokenPieces, TokenSpan
 from trioserve.text.gguf_vocabulary import vocabulary_from_gguf
+from trioserve.text.templates.chat_template import ChatTemplate
 from trioserve.text.tokenizer_directory import TokenizerDirectory
 from trioserve.text.tokenizer_parts import TokenizerParts, panics_become_load_errors
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import trio
 
-from trioserve.trio_tools.settings import StoppingSettings
+from trioserve.contracts.deadlines import StoppingSettings
 
 __all__ = ["FrontEnd", "Service", "Worker"]
 

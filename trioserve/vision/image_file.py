@@ -18,7 +18,7 @@ import msgspec
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.extras import install_command
 from trioserve.contracts.image_generation import RGBImage
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.vision.image_header import ImageHeader, read_header, scan_header
 
 if TYPE_CHECKING:

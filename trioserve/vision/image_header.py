@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 
 __all__ = ["ImageHeader", "read_header", "scan_header"]
 

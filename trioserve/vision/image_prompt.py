@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImageLimits, ImagePlan
+from trioserve.contracts.media import ImageLimits, ImagePlan
 from trioserve.vision.families.registry import ImageProcessing
 from trioserve.vision.image_file import why_no_images
 from trioserve.vision.image_header import read_header

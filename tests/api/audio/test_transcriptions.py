@@ -16,8 +16,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from tests.api.images.forms import multipart
 from tests.audio.audio_files import WHISPER, audio_file, wav
-from trioserve.contracts.audio import AudioLimits, AudioPrompt
 from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.media import AudioLimits, AudioPrompt
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.inline_work import InlineAudioDecoder

@@ -12,9 +12,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.images import image_responses
 from trioserve.api.images.image_context import EditSlots
-from trioserve.contracts.image_generation import ImageRequestLimits, ImageTask, RGBImage
-from trioserve.contracts.images import ImageLimits
-from trioserve.contracts.iterative import IterativeRequest
+from trioserve.contracts.image_generation import ImageRequestLimits, ImageTask, IterativeRequest, RGBImage
+from trioserve.contracts.media import ImageLimits
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageExecutor
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import MemoryImageServer, open_memory_image_server

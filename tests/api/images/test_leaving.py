@@ -12,8 +12,7 @@ from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.images.image_context import EditSlots, UnsentImages
-from trioserve.contracts.image_generation import ImageRequestLimits, RGBImage
-from trioserve.contracts.iterative import IterativeRequest
+from trioserve.contracts.image_generation import ImageRequestLimits, IterativeRequest, RGBImage
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageExecutor
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_server import MemoryImageServer, open_memory_image_server

@@ -12,8 +12,8 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioserve.api.page.page import change_between, fold, snapshot_fields
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.page import HISTORY_POINTS_MAX, HistoryShown, PageSnapshot, ServerShown
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.live_feed import LiveFeed
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine

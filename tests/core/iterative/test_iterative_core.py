@@ -7,7 +7,7 @@ import pytest
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.events import AbortOutcome, FinishReason, IterativePhase, RequestFinished
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.iterative import IterativeEvent, IterativePlan, IterativeRequest, OutputReady, StepDone
+from trioserve.contracts.image_generation import IterativeEvent, IterativePlan, IterativeRequest, OutputReady, StepDone
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
 from trioserve.testing.fake_image_engine import FakeIterativeExecutor, latent_after

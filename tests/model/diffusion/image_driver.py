@@ -9,8 +9,15 @@ import torch
 
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.image_generation import ImageTask, RGBImage
-from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult, LatentMove, LatentWork
+from trioserve.contracts.image_generation import (
+    ImageTask,
+    IterativePlan,
+    IterativeRequest,
+    IterativeResult,
+    LatentMove,
+    LatentWork,
+    RGBImage,
+)
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.diffusion.description import ImageModelSettings
 from trioserve.model.diffusion.directory import ImageDirectory

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trioserve.contracts.events import IterativePhase
-from trioserve.contracts.iterative import LatentMove
+from trioserve.contracts.image_generation import LatentMove
 from trioserve.model.diffusion.runner import RowByRow, UnknownFunction
 
 FAMILIES = (

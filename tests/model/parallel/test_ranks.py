@@ -14,11 +14,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.contracts.weights import AdapterId, AdapterRef
 from trioserve.model import torch_step_model
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.checkpoint import open_checkpoint

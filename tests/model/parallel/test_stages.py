@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.contracts.weights import AdapterId, AdapterRef
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.layer_config import AttentionConfig, MlpConfig
 from trioserve.model.loading.checkpoint import open_checkpoint

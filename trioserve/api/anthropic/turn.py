@@ -40,7 +40,7 @@ from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.text.chat_messages import check_shape
-from trioserve.text.tool_choice import ToolChoice, ToolMode, checked_tools
+from trioserve.text.response_parsers.offered_tools import ToolChoice, ToolMode, checked_tools
 
 if TYPE_CHECKING:
     from trioserve.http.exchange import Headers

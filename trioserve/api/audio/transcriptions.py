@@ -26,9 +26,9 @@ from trioserve.api.server_context import ServerContext
 from trioserve.api.surface import event
 from trioserve.audio.audio_file import AUDIO_FORMATS, decoder_missing
 from trioserve.audio.transcript import Segment, Transcript, WindowOutput, srt, vtt
-from trioserve.contracts.audio import AudioProcessing, AudioPrompt
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.media import AudioProcessing, AudioPrompt
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
 

@@ -44,7 +44,7 @@ from trioserve.contracts.pooling import INPUTS_MAX, PoolingParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.text.chat_messages import check_shape
-from trioserve.text.tool_choice import checked_tools
+from trioserve.text.response_parsers.offered_tools import checked_tools
 
 if TYPE_CHECKING:
     from trioserve.api.turn.chat_turn import TurnRequest

@@ -17,7 +17,7 @@ from trioserve.contracts.prompt import ChatPrompt, Cut
 from trioserve.contracts.sampling import THINKING_TOKENS_MAX, SamplingParams
 from trioserve.text.chat_messages import check_shape
 from trioserve.text.fill_in_middle import fill_in_middle
-from trioserve.text.tool_choice import ToolChoice, checked_tools, tool_choice_of
+from trioserve.text.response_parsers.offered_tools import ToolChoice, checked_tools, tool_choice_of
 
 if TYPE_CHECKING:
     from trioserve.text.fill_in_middle import FillInMiddle

@@ -18,8 +18,7 @@ from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, check_unread, generation_fields
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, KVTransferParams
 from trioserve.contracts.sampling import SAMPLING_RANGES, THINKING_TOKENS_MAX, Range, SamplingParams
 from trioserve.contracts.weights import WEIGHT_GROUP
 from trioserve.http.exchange import Headers

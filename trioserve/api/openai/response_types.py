@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from trioserve.api.generation import Usage
 from trioserve.api.response import Response
 from trioserve.api.streams.cursors import ResumeBody
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 
 # --- chat ---
 

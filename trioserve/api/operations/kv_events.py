@@ -1,6 +1,6 @@
 """GET /kv_events: streams the blocks of the prefix cache and their changes, for routers.
 
-Each change is a server-sent event, in the format of trioserve/contracts/kv_events.py. Block names reveal no tokens. But
+Each change is a server-sent event, in the format of trioserve/contracts/endpoint.py. Block names reveal no tokens. But
 a caller who knows a prompt can see whether it was sent before. So if there are keys, only the admin may read the
 events.
 
@@ -20,9 +20,8 @@ from trioserve.api.form import Query
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import Operation
 from trioserve.api.sse import KEEP_ALIVE, encode
-from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.endpoint import BlocksRemoved, BlocksStored, EndpointLoad, LoadReported, ResidencySnapshot
 from trioserve.contracts.errors import Draining
-from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, LoadReported, ResidencySnapshot
 
 __all__ = [
     "ALIVE_SECONDS",

@@ -15,8 +15,7 @@ from trioserve.api.session_fields import CacheRetention, check_cache_key
 from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, generation_fields
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, KVTransferParams
 from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
 
 __all__ = [

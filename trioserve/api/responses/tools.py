@@ -17,7 +17,7 @@ import msgspec
 from trioserve.contracts.arguments import shown as shown_value
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.chat_messages import check_shape
-from trioserve.text.tool_choice import FUNCTION_NAME, TOOLS_MAX, ToolChoice, ToolMode
+from trioserve.text.response_parsers.offered_tools import FUNCTION_NAME, TOOLS_MAX, ToolChoice, ToolMode
 
 __all__ = ["CallKind", "ShownTool", "Tools", "parse_tools"]
 

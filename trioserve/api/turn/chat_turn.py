@@ -34,15 +34,14 @@ from trioserve.api.streams.resumption import Resumption, skip_known
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.whole_response import ResponseBound, ResponseShape
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import ChatPrompt, Cut
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
-from trioserve.text.response_parsers.offered_tools import offered_tools
+from trioserve.text.response_parsers.offered_tools import ToolChoice, offered_tools
 from trioserve.text.response_parts import ResponseParser, ResponsePart
 from trioserve.text.restraints import restrained
-from trioserve.text.tool_choice import ToolChoice
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext

@@ -9,8 +9,8 @@ import msgspec
 
 from trioserve.api.generation import PARTIAL_FINISH, is_partial
 from trioserve.contracts.events import FinishReason, TokenLogprob
-from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
+from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.weights import add_versions
 from trioserve.text.response_parts import (
     ContentText,

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trioserve.bench.settings import at_least_one
-from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.contracts.weights import AdapterId, AdapterRef
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.device import default_thread_count
 from trioserve.model.loading.checkpoint import open_checkpoint

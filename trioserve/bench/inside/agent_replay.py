@@ -29,10 +29,9 @@ from trioserve.bench.inside.wide_prompt import MACHINES, Machine
 from trioserve.bench.report import percentile
 from trioserve.bench.settings import at_least_one
 from trioserve.connectors.host.block_files import BlockChain
-from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason, RequestFinished, TokensReady
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import BlockHash, BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import Loaded, LoadFailed, TransferEvent
 from trioserve.contracts.request import EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams

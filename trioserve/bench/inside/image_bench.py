@@ -29,7 +29,7 @@ from trioserve.bench.inside.command import print_figures
 from trioserve.bench.inside.image_load import ImageRequester, ImageWatch, PlainPipeline
 from trioserve.bench.settings import at_least_one
 from trioserve.contracts.events import IterativePhase
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.media import ImageLimits
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.http.server import FrontendServer
 from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter

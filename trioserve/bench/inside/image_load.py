@@ -18,8 +18,7 @@ import trio
 
 from trioserve.admission.dispatch import AdmissionScope, Dispatch
 from trioserve.contracts.events import IterativePhase
-from trioserve.contracts.image_generation import ImageParams, RGBImage
-from trioserve.contracts.iterative import IterativePlan, IterativeResult
+from trioserve.contracts.image_generation import ImageParams, IterativePlan, IterativeResult, RGBImage
 from trioserve.contracts.step import IsAbandoned
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.open_image import OpenImage

@@ -20,8 +20,8 @@ import msgspec
 
 from trioserve.bench.inside.command import print_figures
 from trioserve.bench.settings import at_least_one
-from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
+from trioserve.contracts.ids import BlockHash
 from trioserve.router.core import RouterCore
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings

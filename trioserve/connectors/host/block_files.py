@@ -32,8 +32,8 @@ from typing import IO
 import msgspec
 
 from trioserve.connectors.host.copying import Content, block_bytes
-from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash, hash_block, root_hash
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.ids import HASH_SCHEME, BlockHash, hash_block, root_hash
 from trioserve.contracts.kv_transfer import KVLayout
 
 __all__ = [

@@ -18,8 +18,7 @@ import msgspec
 from trioserve.connectors.host.block_files import BlockFiles, FileUnusable, Proofs
 from trioserve.connectors.host.copying import Content, DeviceBlocks, Gate, copy_in, copy_out
 from trioserve.connectors.host.store import BlockStore, KeptBlock
-from trioserve.contracts.block_hash import BlockHash
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import BlockHash, BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import KVPages
 
 __all__ = ["BATCH_BYTES", "Job", "LoadPart", "Loading", "SavePart", "Saving", "Writing"]

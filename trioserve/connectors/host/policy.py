@@ -27,10 +27,9 @@ from trioserve.connectors.host.copying import DeviceBlocks, block_bytes
 from trioserve.connectors.host.jobs import Job, Loading, LoadPart, SavePart, Saving, Writing
 from trioserve.connectors.host.store import BlockStore
 from trioserve.connectors.windowed_tables import first_place, first_position
-from trioserve.contracts.block_hash import BlockHash, hash_block
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import BlockHash, BlockIndex, RequestId, hash_block
 from trioserve.contracts.kv_transfer import (
     BlockCopies,
     HoldKind,
@@ -41,8 +40,7 @@ from trioserve.contracts.kv_transfer import (
     Released,
     TransferEvent,
 )
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 
 __all__ = ["HostSettings", "host_settings_from", "HostPolicy", "Lane"]
 

@@ -10,7 +10,7 @@ import msgspec
 
 from trioserve.connectors.host.block_files import FILES_MAX, Differences, FoundFile
 from trioserve.connectors.host.copying import BlockMemory, Content
-from trioserve.contracts.block_hash import BlockHash
+from trioserve.contracts.ids import BlockHash
 
 __all__ = ["Shelf", "BlockStore", "Counts", "KeptBlock"]
 

@@ -17,8 +17,7 @@ from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, TransferEvent
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 
 __all__ = ["StreamPolicy"]
 

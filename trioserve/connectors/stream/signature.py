@@ -24,7 +24,7 @@ import msgspec
 
 from trioserve.connectors.stream.frames import ID_LENGTH_MAX
 from trioserve.connectors.stream.options import StreamOptions
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 
 __all__ = ["is_signed", "machine_key", "signed", "signing_key", "Origin", "Source", "origin_of"]
 

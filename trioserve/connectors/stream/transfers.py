@@ -26,8 +26,7 @@ import msgspec
 
 from trioserve.connectors.stream.frames import TELL_IDS_MAX, Tell
 from trioserve.connectors.stream.signature import Origin, Source
-from trioserve.contracts.block_hash import root_hash
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import BlockIndex, RequestId, root_hash
 from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released, StillRead, TransferEvent
 
 __all__ = ["Reports", "proof_of", "Send", "SendEnd", "Sends", "Load", "LoadEnd", "Loads"]

@@ -2,46 +2,296 @@
 
 `EngineLifecycle` has the code that this engine shares with the engine for text: queue, leases, deadlines, aborts by id,
 drain, pauses and faults. `ImageWork` prepares requests for images, and passes them to the core.
+
+`EngineLifecycle` calls `ImageWork` when a request enters, gets its lease, begins, and leaves. `ImageParts` are lost
+when the engine breaks. They are created again when the engine is reopened.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterable, Callable, Generator
+from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Iterable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import trio
 from msgspec import UNSET
 
+from trioserve.admission.local_endpoint import LOCAL_ENDPOINT
 from trioserve.admission.router_metrics import show_router
 from trioserve.contracts.arguments import to_str
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import (
     ImageDelta,
     ImageModelDescription,
     ImageParams,
     ImageRequestLimits,
+    IterativeEvent,
+    IterativePlan,
+    IterativeRequest,
+    IterativeResult,
+    IterativeStats,
+    OutputReady,
     RGBImage,
+    StepDone,
 )
-from trioserve.contracts.iterative import IterativeStats
 from trioserve.contracts.page import LiveImageView
-from trioserve.contracts.tracing import NO_SPAN, Span
+from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.engine.images.image_work import ImageParts, ImageSteps, ImageWork
-from trioserve.engine.images.open_image import OpenImage, view_of
+from trioserve.core.settings import IterativeSettings
+from trioserve.engine.images.image_preparation import ImagePreparation
+from trioserve.engine.images.open_image import (
+    OPERATION,
+    ImageChoice,
+    OpenImage,
+    SpannedImage,
+    image_attributes,
+    view_of,
+)
+from trioserve.engine.lifecycle.core_delivery import CoreDelivery, StepTimings
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
+from trioserve.engine.lifecycle.engine_loop import StepRunnerOf
 from trioserve.engine.lifecycle.request_admission import new_request_id
-from trioserve.engine.lifecycle.scope_stream import ScopeStream, error_of
-from trioserve.engine.lifecycle.work import CacheRelease, Guard
+from trioserve.engine.lifecycle.request_scope import ScopeStream, error_of
+from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace, request_span
+from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts, StepWatch
+from trioserve.engine.lifecycle.work import CacheRelease, Guard, Host, NoSteps
 from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings
+from trioserve.metrics.engine_gauges import ImageGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["ImageStream", "images_of", "ImageEngine"]
+__all__ = ["ImageDelivery", "ImageEngine", "ImageParts", "ImageSteps", "ImageStream", "ImageWork", "images_of"]
+
+ImageSteps: TypeAlias = StepRunnerOf[IterativePlan, IterativeResult]
+
+
+class ImageParts(NamedTuple):
+    """Objects that an image engine opens together. Only engines for text use the fields from `connector` on.
+
+    Attributes:
+        core: a core without requests.
+        steps: computes the core's plans, such as a `ThreadedExecutor` around an `IterativeExecutor`.
+        guard: see `EngineParts`.
+        cache_release: see `EngineParts`. It releases the latents.
+    """
+
+    core: IterativeCore
+    steps: ImageSteps
+    guard: Guard | None = None
+    cache_release: CacheRelease[ImageParts] | str = "this engine cannot release its latents alone"
+    connector: None = None
+    readers_first: bool = False
+    when_idle: None = None
+    weights: str = "this engine has no weights"
+
+
+class ImageTimings(StepTimings[IterativePlan]):
+    """Observes the steps of an engine for images."""
+
+    def note_step(self, plan: IterativePlan, step_seconds: float, now: float) -> None:
+        self._metrics.step_seconds.observe(step_seconds)
+        self._metrics.step_work.labels(plan.phase.value).observe(plan.work_count)
+
+
+class ImageCounts:
+    """Counts images, and measures their times.
+
+    Args:
+        metrics: receives the observations.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._ended = {reason: metrics.request_success_total.labels(reason.value) for reason in FinishReason}
+
+    def note_run(self, choice: ImageChoice, now: float) -> None:
+        self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
+
+    def note_end(self, choice: ImageChoice, reason: FinishReason, now: float) -> None:
+        self._ended[reason].inc()
+        if reason is FinishReason.STOP:
+            self._metrics.images_total.inc()
+            self._metrics.e2e_request_latency_seconds.observe(now - choice.request.entered_at)
+            if choice.running_at is not None:
+                self._metrics.request_inference_time_seconds.observe(now - choice.running_at)
+
+    def note_all_ended(self, request: OpenImage) -> None:
+        if request.has_run:
+            self._metrics.request_params_n.observe(request.params.n)
+
+
+class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, IterativeEvent]):
+    """Delivers the results of an engine for images. See `CoreDelivery`.
+
+    Args:
+        core: the core, which plans the steps.
+        metrics: registry of the engine's metrics.
+        wake: called when the step loop may have new work.
+        step_watch: receives the begin and end of each step.
+    """
+
+    def __init__(
+        self, core: IterativeCore, metrics: Metrics, *, wake: Callable[[], None], step_watch: StepWatch
+    ) -> None:
+        super().__init__(core, ImageTimings(metrics), ImageCounts(metrics), wake=wake, step_watch=step_watch)
+        self._metrics = metrics
+
+    def _deliver(self, events: list[IterativeEvent], now: float) -> None:
+        for event in events:
+            if isinstance(event, StepDone):
+                self._on_step(self._choices[event.request_id], event, now)
+            elif isinstance(event, OutputReady):
+                assert isinstance(event.output, RGBImage), f"{event.request_id} gave {type(event.output).__name__}"
+                self._choices[event.request_id].image = event.output  # The next event of this image is its end.
+            else:
+                has_reader = not self._is_cancelled(event, now)
+                choice = self._choices[event.request_id]
+                if has_reader and event.reason is FinishReason.STOP:
+                    self._note_shown(choice, now)
+                    choice.request.push_whole(choice)
+                elif has_reader:
+                    choice.request.push_end(choice, event.reason, event.message)
+                self._let_go(event, now, event.reason, has_reader=has_reader)
+
+    def _on_step(self, choice: ImageChoice, event: StepDone, now: float) -> None:
+        if event.steps_done <= choice.steps_done:
+            return  # This progress was delivered before the engine broke. The reopened engine computes the step again.
+        choice.steps_done = event.steps_done
+        assert event.partial is None or isinstance(event.partial, RGBImage), "a partial result that is not an image"
+        if event.partial is not None:
+            self._note_shown(choice, now)
+        choice.request.push(choice.request.delta(choice, event.partial))
+
+    def _note_shown(self, choice: ImageChoice, now: float) -> None:
+        """Observe the time at which the first output of an image, partial or complete, was delivered."""
+        if choice.first_shown_at is None:
+            choice.first_shown_at = now
+            self._metrics.time_to_first_picture_seconds.observe(now - choice.request.entered_at)
+            choice.request.note_first_token()
+
+    def _ids_of(self, plan: IterativePlan) -> Iterable[RequestId]:
+        return (work.request.id for work in plan.works)
+
+
+class ImageStepTimes(PlanTimes[IterativePlan]):
+    """Records the step times of an engine for images."""
+
+    def _counts(self, plan: IterativePlan) -> StepCounts:
+        return StepCounts(len(plan.works), phase=plan.phase.value, work_count=plan.work_count)
+
+
+@uninterrupted
+class ImageWork:
+    """Implements `Work` for an engine for images. `ImageEngine` documents the arguments."""
+
+    part_name = "images"
+    tasks: Sequence[Callable[[], Awaitable[None]]] = ()
+
+    def __init__(
+        self,
+        model: ImageModelDescription,
+        core_settings: IterativeSettings,
+        limits: ImageRequestLimits,
+        metrics: Metrics,
+    ) -> None:
+        self.model = model
+        self._metrics = metrics
+        self._core_settings = core_settings
+        self._preparation = ImagePreparation(model, limits, step_work_max=core_settings.step_work_max)
+        self.step_times = ImageStepTimes()
+        self._parts_total = 0  # Number of images of all requests so far. It makes their ids in the core unique.
+
+    def attach(self, engine: Host) -> None:
+        self._engine = engine
+
+    def install(self, parts: ImageParts) -> tuple[IterativeCore, ImageDelivery]:
+        core, *_ = parts
+        self._core = core
+        self._gauges = ImageGauges(self._metrics, core.stats())
+        return core, ImageDelivery(core, self._metrics, wake=self._engine.wake, step_watch=self._engine.step_watch)
+
+    def no_parts(self) -> ImageParts:
+        return ImageParts(IterativeCore(self._core_settings), NoSteps())
+
+    def continued(self) -> Callable[[ImageChoice], IterativeRequest | None]:
+        # No latent needs to be saved, because the seed and the steps reproduce it.
+        return lambda choice: choice.asked
+
+    # --- the stages of a request ---
+
+    def check(self, request: OpenImage) -> None:
+        request.wanted = self._preparation.wanted(request.prompt, request.params, priority=request.priority)
+
+    def begin(self, request: OpenImage, *, is_waiting: bool) -> list[ImageChoice]:
+        request.trace = self._trace(request)
+        if is_waiting:
+            self._make_way(request)
+        return [self._new_choice(request, index) for index in range(request.sequence_count)]
+
+    def _new_choice(self, request: OpenImage, index: int) -> ImageChoice:
+        self._parts_total += 1
+        return ImageChoice(request, index, RequestId(f"{request.id}#{self._parts_total}"))
+
+    def _make_way(self, request: OpenImage) -> None:
+        """Lend an additional lease to a request that can preempt a running request with a higher priority number.
+
+        Without this lease, the request would wait in the queue until another request has ended.
+        """
+        if any(live.request.priority > request.priority for live in self._core.live_requests()):
+            self._engine.dispatch.lend(LOCAL_ENDPOINT, request.sequence_count)
+
+    async def prepare(self, request: OpenImage) -> None:
+        pass  # `check` has prepared everything, and the model itself encodes the prompt.
+
+    def sequences(self, request: OpenImage) -> Sequence[IterativeRequest]:
+        asked = []
+        for choice in request.choices:
+            if not choice.is_ended:
+                seed = request.seeds[choice.index]
+                choice.asked = request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
+                asked.append(choice.asked)
+        return asked
+
+    def release(self, request: OpenImage) -> None:
+        pass  # A request for images acquires nothing outside of the core.
+
+    def keeps_hold(self, request: OpenImage) -> bool:
+        return False
+
+    def gives_away(self, request: OpenImage) -> bool:
+        return False
+
+    def use_weights(self, version: str | None, *, recomputes: bool = False) -> None:
+        raise AssertionError("an engine for images has no weights to replace")
+
+    def _trace(self, request: OpenImage) -> RequestTrace:
+        if self._engine.tracer is NO_TRACER:
+            return NO_TRACE
+        span = request_span(
+            self._engine.tracer, request, OPERATION, model_name=self.model.name, attributes=image_attributes(request)
+        )
+        return SpannedImage(span) if span.is_recording else NO_TRACE
+
+    # --- observers ---
+
+    def note_left(self, request: OpenImage) -> None:
+        pass  # Image engines have no observers of single requests.
+
+    def note_leaving(self) -> None:
+        pass  # Image engines have no subscribers.
+
+    def note_over(self) -> None:
+        pass  # Image engines have no subscribers.
+
+    def show(self, stats: IterativeStats) -> int:
+        self._gauges.show(stats)
+        return 0
 
 
 @uninterrupted

@@ -15,9 +15,9 @@ from trioserve.contracts.image_generation import (
     ImageParams,
     ImageRequestLimits,
     ImageTask,
+    IterativeRequest,
     network_steps,
 )
-from trioserve.contracts.iterative import IterativeRequest
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 
 __all__ = ["ImagePreparation", "WantedImage"]

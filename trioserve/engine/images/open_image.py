@@ -11,11 +11,10 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.events import FinishReason, IterativePhase
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.image_generation import ImageDelta, ImageParams, RGBImage
-from trioserve.contracts.iterative import IterativeRequest
+from trioserve.contracts.image_generation import ImageDelta, ImageParams, IterativeRequest, RGBImage
 from trioserve.contracts.page import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, Attributes, Span
-from trioserve.core.iterative.latent_slots import LiveIteration
+from trioserve.core.iterative.engine import LiveIteration
 from trioserve.core.request_state import RequestStatus
 from trioserve.engine.images.image_preparation import WantedImage
 from trioserve.engine.lifecycle.request_scope import RequestPart, RequestScope

@@ -15,9 +15,9 @@ import trio
 
 from trioserve.contracts.events import AbortResult, FinishReason, IterativePhase, Phase, RequestFinished
 from trioserve.contracts.ids import RequestId
+from trioserve.engine.lifecycle.engine_loop import AnyPlan
 from trioserve.engine.lifecycle.request_scope import AnyScope, RequestPart
 from trioserve.engine.lifecycle.step_times import StepWatch
-from trioserve.engine.lifecycle.stepped_core import AnyPlan
 from trioserve.metrics.registry import Metrics
 
 __all__ = [

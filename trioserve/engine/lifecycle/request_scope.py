@@ -2,6 +2,9 @@
 
 A request consists of choices or images. Each is one sequence or one image in the core. Deltas wait in this state until
 the reader gets them. If a reader is slower than the engine, deltas are merged, so about one delta per choice waits.
+
+`ScopeStream` is the caller's side. Entering its context puts the request into the queue before any expensive work.
+Leaving is one synchronous call that aborts unfinished work.
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
-from typing import Any, Generic, NoReturn, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Iterator
+from os import getpid
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import outcome
 import trio
@@ -18,7 +23,7 @@ from trio.lowlevel import current_task, reschedule
 
 from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
-from trioserve.contracts.errors import AlreadyEnded
+from trioserve.contracts.errors import AlreadyEnded, DeadlinePassed, RequestAborted, RequestFailed, TrioserveError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import AnyDelta, hold_unread, take_unread
@@ -26,8 +31,18 @@ from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace
 from trioserve.trio_tools.deadline_keeper import Alarm
 from trioserve.trio_tools.interrupts import uninterrupted
+from trioserve.trio_tools.own_run import OwnRun
 
-__all__ = ["NONE_OUTCOME", "AnyScope", "RequestPart", "RequestScope", "ScopeState", "RequestsById"]
+__all__ = [
+    "AnyScope",
+    "NONE_OUTCOME",
+    "RequestPart",
+    "RequestScope",
+    "RequestsById",
+    "ScopeState",
+    "ScopeStream",
+    "error_of",
+]
 
 
 class _NoneOutcome(outcome.Outcome[None]):
@@ -455,3 +470,105 @@ class RequestsById(Generic[ScopeT]):
         requests.remove(request)
         if not requests:
             del self._requests[request.id]
+
+
+def error_of(delta: AnyDelta) -> TrioserveError | None:
+    """Return the error for the last delta of a failed request, choice or image.
+
+    Args:
+        delta: any delta.
+
+    Returns:
+        The error. None if the delta has no finish reason, or a successful one.
+    """
+    if delta.finish_reason is FinishReason.DEADLINE:
+        return DeadlinePassed(delta.message or "the request's deadline has passed")
+    if delta.finish_reason is FinishReason.ABORT:
+        return RequestAborted(delta.message or "the request was aborted")
+    if delta.finish_reason is FinishReason.ERROR:
+        return RequestFailed(delta.message or "the engine could not continue this request")
+    return None
+
+
+@uninterrupted
+class ScopeStream(Generic[ScopeT, DeltaT]):
+    """A stream of deltas: `async with engine.generate(...) as stream: async for delta in stream: ...`.
+
+    Entering raises Overloaded, Draining or InvalidRequest if the request is refused. Then nothing needs to be released.
+
+    Iteration yields deltas until each choice has had a delta with a finish_reason. It raises EngineFault if the engine
+    broke. It raises Draining if the server shuts down before the request begins to run. If several tasks iterate over
+    one stream, each delta goes to one of them, and all of them see the end.
+
+    Read only inside the scope. A task that still waits when the scope is left gets AlreadyEnded.
+
+    Args:
+        request: the engine's state of the request.
+        submit: admits the request, and adds it to the core.
+        leave: aborts the request, and releases all its resources.
+        own_run: checks that calls come from the right thread, Trio program and process.
+    """
+
+    def __init__(
+        self,
+        request: ScopeT,
+        *,
+        submit: Callable[[ScopeT], Awaitable[None]],
+        leave: Callable[[ScopeT], None],
+        own_run: OwnRun,
+    ) -> None:
+        self._request = request
+        self._own_run = own_run
+        self._process_id = getpid()
+        self._submit = submit
+        self._leave = leave
+
+    async def __aenter__(self) -> Self:
+        self._own_run.check("entering a request")
+        self._request.enter()
+        try:
+            await self._submit(self._request)
+        except BaseException:
+            self._request.leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._own_run.check("leaving a request")
+        self._request.leave()
+        self._leave(self._request)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    # This function is not async, because one more call per delta takes measurable time.
+    def __anext__(self) -> Awaitable[DeltaT]:
+        if getpid() != self._process_id:
+            self._own_run.check_process("reading a request")  # Without this check, a forked child would wait forever.
+        return self._request.next_delta()
+
+    @property
+    def id(self) -> str:
+        """Id of the request, which the caller chose or the engine generated."""
+        return self._request.id
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every choice has ended with its last delta, or if the request failed."""
+        return self._request.is_finished
+
+    async def wait_until_begun(self) -> DeltaT | None:
+        """Wait until the request runs. An HTTP handler can still choose the response status until then.
+
+        Returns:
+            None if the request runs. If the request ended in the queue, the last delta, which contains the reason.
+            Iteration yields this delta, too.
+
+        Raises:
+            AlreadyEnded: the caller is outside of the scope.
+            Exception: the error with which the request failed.
+        """
+        begun: DeltaT | None = await self._request.wait_until_begun()
+        return begun

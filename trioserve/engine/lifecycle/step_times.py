@@ -24,7 +24,7 @@ import trio
 
 from trioserve.contracts.extras import VERSION
 from trioserve.contracts.step import StepPlan
-from trioserve.engine.lifecycle.stepped_core import AnyPlan
+from trioserve.engine.lifecycle.engine_loop import AnyPlan
 
 __all__ = ["PlanTimes", "STEPS_MAX", "StepCounts", "StepTime", "StepTimes", "StepWatch", "step_trace"]
 

@@ -10,11 +10,10 @@ from trioserve.contracts.kv_transfer import RunningConnector
 from trioserve.contracts.step import IsAbandoned
 from trioserve.contracts.tracing import Tracer
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery
-from trioserve.engine.lifecycle.engine_loop import WhenIdle
+from trioserve.engine.lifecycle.engine_loop import AnyPlan, WhenIdle
 from trioserve.engine.lifecycle.request_scope import RequestsById, RequestScope
 from trioserve.engine.lifecycle.restarts import RestartBudget
 from trioserve.engine.lifecycle.step_times import StepWatch
-from trioserve.engine.lifecycle.stepped_core import AnyPlan
 from trioserve.engine.weight_updates import WeightTarget, WeightUpdates
 from trioserve.trio_tools.deadline_keeper import Alarm
 

@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.contracts.image_generation import ImageTask, RGBImage
-from trioserve.contracts.iterative import IterativeRequest
+from trioserve.contracts.image_generation import ImageTask, IterativeRequest, RGBImage
 from trioserve.model.diffusion.family import MASKED, BadTask, Family, LatentState, Original, Schedule
 from trioserve.model.diffusion.solvers import Solver
 

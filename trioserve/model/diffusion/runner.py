@@ -28,8 +28,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trioserve.contracts.events import IterativePhase
-from trioserve.contracts.image_generation import ImageTask
-from trioserve.contracts.iterative import IterativePlan, IterativeResult, LatentWork
+from trioserve.contracts.image_generation import ImageTask, IterativePlan, IterativeResult, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.device import default_thread_count, set_torch_threads, takes_every_cpu
 from trioserve.model.diffusion.beginning import Autoencoder, Beginning, image_of

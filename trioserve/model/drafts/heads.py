@@ -30,7 +30,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.images import GivenRows
+from trioserve.contracts.media import GivenRows
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.drafts.checkpoints import EagleCheckpoint, MtpCheckpoint
 from trioserve.model.layer_config import AttentionConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from trioserve.contracts.audio import AudioProcessing
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.media import AudioProcessing
 from trioserve.model.layer_config import DIMENSION_MAX, HEADS_MAX, Activation, check_count
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.hf_config import read_json_object

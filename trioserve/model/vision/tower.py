@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.contracts.images import ImagePlan
+from trioserve.contracts.media import ImagePlan
 from trioserve.model.layer_config import Activation
 from trioserve.model.layers import Linear
 from trioserve.model.number_formats import Dtype, Float32Array

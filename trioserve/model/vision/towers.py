@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.contracts.images import ImagePlan
+from trioserve.contracts.media import ImagePlan
 from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.gemma3 import Gemma3Config
 from trioserve.model.vision.idefics3 import Idefics3Config

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.events import (
     AbortOutcome,
     AbortResult,
@@ -23,6 +22,7 @@ from trioserve.contracts.events import (
     TokensReady,
 )
 from trioserve.contracts.guide import GuidedRows, TokenMasks
+from trioserve.contracts.ids import BlockHash
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.core.prefix_cache import PrefixCache

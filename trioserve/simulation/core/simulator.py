@@ -15,10 +15,9 @@ from typing import Any
 
 import msgspec
 
-from trioserve.contracts.block_hash import hash_block
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, AbortResult, EngineEvent, FinishReason, RequestFinished
-from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.ids import BlockIndex, RequestId, hash_block
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams

@@ -39,7 +39,7 @@ import msgspec
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, AbortResult, FinishReason, IterativePhase, RequestFinished
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.iterative import (
+from trioserve.contracts.image_generation import (
     IterativeEvent,
     IterativePlan,
     IterativeRequest,

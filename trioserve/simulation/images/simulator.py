@@ -20,8 +20,14 @@ from trio.testing import MockClock
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import Draining, EngineFault, EngineReopening, Overloaded
 from trioserve.contracts.events import FinishReason, IterativePhase
-from trioserve.contracts.image_generation import ImageDelta, ImageParams, RGBImage
-from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult
+from trioserve.contracts.image_generation import (
+    ImageDelta,
+    ImageParams,
+    IterativePlan,
+    IterativeRequest,
+    IterativeResult,
+    RGBImage,
+)
 from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.engine.images.image_engine import ImageStream

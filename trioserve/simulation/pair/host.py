@@ -19,8 +19,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import EngineEvent, FinishReason, RequestFinished, TokensReady
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, TransferFault
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore

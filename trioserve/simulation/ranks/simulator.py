@@ -16,7 +16,6 @@ import trio
 from trio.testing import MockClock
 
 from trioserve.admission.text_threads import TextThreads
-from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import (
     AdapterRefused,
@@ -36,6 +35,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.contracts.weights import AdapterId, AdapterRef
 from trioserve.core.engine import EngineCore
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.engine import Engine

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import InvalidRequest, Overloaded, RequestPoisoned, TrioserveError
+from trioserve.contracts.ids import BlockHash
 from trioserve.router.core import Fault, RouterCore
-from trioserve.router.moments import SPARE_DEADLINES_MAX
 from trioserve.router.policies import POLICIES
 from trioserve.router.silence import LOOK_SECONDS
-from trioserve.router.ticket import Ticket, TicketState
+from trioserve.router.ticket import SPARE_DEADLINES_MAX, Ticket, TicketState
 from trioserve.simulation.router.books import (
     RouterBooks,
     check_refused_at_the_door,

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import trio
 
-from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.errors import AdapterRefused, UnknownModel
-from trioserve.contracts.images import GivenRows, ImageLimits
+from trioserve.contracts.media import GivenRows, ImageLimits
 from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.contracts.weights import AdapterRef
 from trioserve.engine.request_stream import RequestStream
 from trioserve.simulation.stack.plan import Client, Load, Stage, Unload
 from trioserve.testing.byte_tokenizer import byte_tokenizer

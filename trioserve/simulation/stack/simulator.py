@@ -19,7 +19,6 @@ import msgspec
 import trio
 from trio.testing import MockClock
 
-from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import Draining, EngineFault, Overloaded, UnknownModel
 from trioserve.contracts.events import AbortOutcome, FinishReason
@@ -30,6 +29,7 @@ from trioserve.contracts.resume import Partial
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.contracts.weights import AdapterRef
 from trioserve.engine.lifecycle.request_scope import AnyScope
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream

@@ -9,7 +9,7 @@ import trio
 
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, LoadFailed, Released
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import KVTransferParams
 from trioserve.testing.connector_conformance.every_connector import ConnectorConformance
 from trioserve.testing.connector_conformance.loads import LoadConformance
 from trioserve.testing.connector_conformance.side import (

@@ -23,9 +23,9 @@ from trioserve.text.response_parsers.call_format import (
     raw_text,
     read_arguments,
 )
+from trioserve.text.response_parsers.content_script import ReasoningTags
 from trioserve.text.response_parsers.offered_tools import OfferedTool, argument_types
 from trioserve.text.response_parsers.raw_values import Closing, RawArguments, read_raw_value
-from trioserve.text.response_parsers.reasoning_script import ReasoningTags
 from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script
 from trioserve.text.response_parts import WholeCall
 

@@ -18,9 +18,8 @@ from trioserve.text.call_formats.json_calls import (
     tagged_calls,
 )
 from trioserve.text.response_parsers.call_format import CallFormat, CallReader
-from trioserve.text.response_parsers.content_script import read_bare
+from trioserve.text.response_parsers.content_script import ReasoningTags, read_bare
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.reasoning_script import ReasoningTags
 from trioserve.text.response_parsers.scripts import PartSink, Script, TextSource
 
 __all__ = ["REASONING_FAMILIES", "TOOL_FAMILIES", "ReasoningFamily", "ToolFamily", "WholeScript"]

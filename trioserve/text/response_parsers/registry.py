@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.reasoning_state import PromptReasoning
-from trioserve.text.response_parsers.content_script import ContentScript
+from trioserve.text.response_parsers.content_script import ContentScript, ReasoningScript, ReasoningTags
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES, ToolFamily
 from trioserve.text.response_parsers.offered_tools import OfferedTool, tools_by_name
-from trioserve.text.response_parsers.reasoning_script import ReasoningScript, ReasoningTags
 from trioserve.text.response_parsers.scripts import PartSink, Script, TextSource
 from trioserve.text.response_parts import ResponseParser, ResponsePart
 

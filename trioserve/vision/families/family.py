@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.contracts.images import ImagePlan
+from trioserve.contracts.media import ImagePlan
 
 if TYPE_CHECKING:
     from PIL.Image import Image

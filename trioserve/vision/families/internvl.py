@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.contracts.images import ImagePlan
+from trioserve.contracts.media import ImagePlan
 from trioserve.vision.families.family import FamilyProcessing
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.images import ImagePlan
+from trioserve.contracts.media import ImagePlan
 from trioserve.vision.families.family import FamilyProcessing
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.contracts.images import ImagePlan, Tiles
+from trioserve.contracts.media import ImagePlan, Tiles
 from trioserve.vision.families.gemma3 import Gemma3Processing
 from trioserve.vision.families.idefics3 import Idefics3Processing
 from trioserve.vision.families.internvl import InternvlProcessing

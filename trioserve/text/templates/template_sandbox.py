@@ -27,14 +27,14 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from trioserve.text.template_budget import (
+from trioserve.text.templates.template_budget import (
     VALUE_CHARACTERS_MAX,
     Budget,
     TemplateTooCostly,
     budget,
     printed_size,
 )
-from trioserve.text.template_costs import (
+from trioserve.text.templates.template_costs import (
     CALL_STEPS,
     FILTERS,
     HTML_CHARACTERS_MAX,

@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2.runtime import LoopContext
 
-from trioserve.text.template_budget import (
+from trioserve.text.templates.template_budget import (
     INTEGER_BITS_MAX,
     ITEM_CHARACTERS,
     TemplateTooCostly,

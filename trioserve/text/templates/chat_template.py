@@ -15,8 +15,13 @@ from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import ContentFormat, prepared_messages
 from trioserve.text.request_texts import RequestTexts
-from trioserve.text.template_sandbox import TemplateEnvironment, render_within_bounds
-from trioserve.text.template_support import TemplateSupport, find_support, supports_tools_of, with_supported_parts
+from trioserve.text.templates.template_sandbox import TemplateEnvironment, render_within_bounds
+from trioserve.text.templates.template_support import (
+    TemplateSupport,
+    find_support,
+    supports_tools_of,
+    with_supported_parts,
+)
 
 __all__ = ["ChatTemplate", "template_flaw", "chat_template_text"]
 
