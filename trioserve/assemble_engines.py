@@ -83,6 +83,8 @@ def model_spec(model: HostedModelOptions, common: Mapping[str, Any], *, keep_ali
         **sizes,
         keep_alive_seconds=math.inf if seconds is None else seconds,
         is_pinned=model.pinned,
+        priority=model.priority,
+        group=model.group,
     )
 
 
@@ -182,7 +184,7 @@ async def open_engines(
 
     Args:
         models: options of each engine by name: those of `open_engine`, of which `model` is required, and `keep_alive`
-            (seconds), `pinned`, `preload` and `memory` (GiB).
+            (seconds), `pinned`, `preload`, `priority`, `group` and `memory` (GiB).
         memory: GiB for weights and KV caches of all open engines. None: 80 % of the free memory.
         keep_alive: seconds after its last use until an engine is closed. None: when its memory is needed.
         turn: seconds that an engine in use keeps its memory before it must give way to one that is waited for.

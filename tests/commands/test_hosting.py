@@ -24,11 +24,17 @@ def config(*flags: str, environment: dict[str, str] | None = None) -> Config:
 
 
 def test_repeated_model_flag_with_names_hosts_models():
-    made = config("--model", "a=/x/a.gguf", "--model", 'b=/x/b,max_model_len=2k,aliases=["bb","b2"],pinned=true')
+    made = config(
+        "--model",
+        "a=/x/a.gguf",
+        "--model",
+        'b=/x/b,max_model_len=2k,aliases=["bb","b2"],pinned=true,priority=-2,group=gpu',
+    )
     assert made.model == make_config().model
     a, b = made.hosted_models()
     assert a == HostedModelOptions(name="a", path="/x/a.gguf")
     assert (b.name, b.aliases, b.pinned, b.engine) == ("b", ("bb", "b2"), True, {"max_model_len": "2k"})
+    assert (b.priority, b.group) == (-2, "gpu")
     assert config("--model", "./dir=1/model").model == "./dir=1/model"
 
 

@@ -238,3 +238,45 @@ def test_pinned_model_keeps_its_cache():
     models.on_loaded("a", 1)
     with pytest.raises(InvalidRequest, match="models may have 0"):
         models.wait("b", 2)
+
+
+def test_one_model_of_a_group_is_loaded_although_memory_is_free():
+    models = models_of(spec("a", group="gpu"), spec("b", group="gpu"), spec("c"), memory=10)
+    lease = load(models, "a", 0)
+    models.wait("b", 5)
+    models.wait("c", 6)
+    assert states(models.decide(6)) == [("c", "loading")]
+    models.on_loaded("c", 7)
+    assert models.next_at(7) == 11
+    assert models.decide(14.9) == []
+    assert models.decide(15) == [ModelOrder("a", ModelState.DRAINING, "b of the same group is needed")]
+    models.release(lease, 16)
+    assert states(models.decide(16)) == [("a", "unloading")]
+    assert [rival.spec.name for rival in models.rivals(models["b"])] == ["a"]
+    models.on_unloaded("a", 17)
+    assert states(models.decide(17)) == [("b", "loading")]
+    models.on_loaded("b", 18)
+    models.release(models.lease("b", 18), 18)
+    models.wait("a", 19)
+    assert states(models.decide(19)) == [("b", "unloading")]
+
+
+def test_group_of_a_pinned_model_has_no_other_model():
+    with pytest.raises(StartupError, match="a is pinned, so that b of the same group is never loaded"):
+        models_of(spec("a", is_pinned=True, group="gpu"), spec("b", group="gpu"))
+
+
+@pytest.mark.parametrize(("earlier_seconds", "first"), [(9.9, "b"), (10.1, "a")])
+def test_priority_is_worth_ten_seconds_of_waiting(earlier_seconds, first):
+    models = models_of(spec("a"), spec("b", priority=-1), memory=1)
+    models.wait("a", 100 - earlier_seconds)
+    models.wait("b", 100)
+    assert states(models.decide(100)) == [(first, "loading")]
+
+
+def test_idle_model_of_worse_priority_gives_way_first():
+    models = models_of(spec("a", priority=-1), spec("b"), spec("c"))
+    models.release(load(models, "a", 0), 1)
+    models.release(load(models, "b", 100), 101)
+    models.wait("c", 102)
+    assert states(models.decide(102)) == [("b", "unloading")]

@@ -450,6 +450,8 @@ class ModelRuns(Generic[LoadedT]):
             return self._reasons[model.spec.name]
         if now < model.retry_at:
             return f"it is loaded again in {model.retry_at - now:.0f} s: {model.failure}"
+        for rival in self._models.rivals(model):
+            return f"it waits for {rival.spec.name} of the same group"
         return "it waits for the memory of other models"
 
     def _is_changing(self, model: HostedModel) -> bool:

@@ -45,6 +45,8 @@ class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         pinned: True if it is loaded at the start and never unloaded for another model or for being idle.
         keep_alive: seconds after the last request until it is unloaded. None: the server's default.
         memory: GiB that it needs while it is loaded. None: computed from its files.
+        priority: a model with a lower number is loaded earlier, and gives way later.
+        group: at most one model of a group is loaded. None: the model has no group.
         engine: options of its engine, by name.
     """
 
@@ -55,6 +57,8 @@ class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     pinned: bool = False
     keep_alive: Annotated[float, Meta(ge=0)] | None = None
     memory: Annotated[float, Meta(gt=0)] | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    group: str | None = None
     engine: dict[str, Any] = {}
 
     @property
@@ -111,8 +115,8 @@ class HostingOptions:
         "config.json, under its own name; default: none", "DIR")] = None
     host_model: Annotated[tuple[str, ...], about(
         "models that are loaded when a request asks for them, each as NAME=PATH or NAME=PATH,OPTION=VALUE,...; OPTION "
-        "is any option of the engine, aliases, preload, pinned, keep_alive (seconds) or memory (GiB). --model "
-        "NAME=PATH is the same; default: none", "MODEL")] = ()
+        "is any option of the engine, aliases, preload, pinned, priority, group, keep_alive (seconds) or memory (GiB). "
+        "--model NAME=PATH is the same; default: none", "MODEL")] = ()
     models_memory: Annotated[Annotated[float, Meta(gt=0)] | None, about(
         "GiB that the weights and KV caches of all hosted models may use together; default: 80 % of the free memory",
         "GIB")] = None

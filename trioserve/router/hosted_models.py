@@ -1,7 +1,7 @@
 """Decides which models of one server are loaded, within one memory budget.
 
 A request for a model waits until the model is loaded, and then holds a lease on it. A model with leases is never
-unloaded. If memory is short, it is taken in this order, each from the least valuable model on:
+unloaded. If memory is short, it is taken in this order, each from the model of the least priority on:
 
 1. KV caches of idle models become smaller. What they contain is lost.
 2. Idle models are unloaded.
@@ -10,6 +10,11 @@ unloaded. If memory is short, it is taken in this order, each from the least val
    new leases, and is unloaded after its last lease.
 
 The KV cache of a busy model becomes larger again when no model waits for memory, `turn_seconds` after its last change.
+
+At most one model of a group is loaded. The next one replaces it by rules 2 and 4, even if memory is free.
+
+Models wait in the order of their arrival. A model whose priority is better by 1 counts as having waited for
+`SECONDS_PER_PRIORITY` longer, so a model is overtaken for a bounded time only.
 
     UNLOADED ──a request waits──► LOADING ──on_loaded──► LOADED ──memory is needed──► DRAINING
         ▲                            │ no request waits     │ idle for keep_alive_seconds │ last lease released
@@ -37,6 +42,7 @@ RETRY_SECONDS_MAX: Final = 300.0
 STEADY_SECONDS: Final = 60.0  # A model that crashes after it was loaded for this time is loaded again at once.
 # An idle model that takes a second longer to load counts as used this many seconds later.
 SECONDS_PER_LOAD_SECOND: Final = 10.0
+SECONDS_PER_PRIORITY: Final = 10.0
 
 
 class ModelState(enum.Enum):
@@ -76,6 +82,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         keep_alive_seconds: an idle model is unloaded after this time. It counts from the end of the last request.
         is_pinned: True if the model is loaded at the start, is never unloaded for another model or for being idle, and
             keeps the size of its KV cache.
+        priority: a model with a lower number is loaded earlier, and gives way later.
+        group: at most one model of a group is loaded. None: the model has no group.
     """
 
     name: str
@@ -88,6 +96,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 1.0
     keep_alive_seconds: float = math.inf
     is_pinned: bool = False
+    priority: int = 0
+    group: str | None = None
 
     def bytes_with(self, kv_blocks: int) -> int:
         """Return the memory of the loaded model with a smaller KV cache.
@@ -268,7 +278,7 @@ class HostedModels:
         specs: the models.
 
     Raises:
-        StartupError: the pinned models need more memory than there is.
+        StartupError: the pinned models need more memory than there is, or the group of a pinned model has another one.
     """
 
     def __init__(self, settings: HostedModelsSettings, specs: Iterable[ModelSpec]) -> None:
@@ -282,8 +292,14 @@ class HostedModels:
                 f"{settings.memory_bytes}: pin fewer models"
             )
         for model in self:
-            if model.spec.is_pinned:
-                model.is_requested, model.waiting_since = True, -math.inf
+            if not model.spec.is_pinned:
+                continue
+            model.is_requested, model.waiting_since = True, -math.inf
+            for other in self._group_of(model):
+                raise StartupError(
+                    f"the model {model.spec.name} is pinned, so that {other.spec.name} of the same group is never "
+                    f"loaded: take one of them out of the group"
+                )
 
     def __iter__(self) -> Iterator[HostedModel]:
         return (model for name, model in self._models.items() if name == model.spec.name)
@@ -295,6 +311,14 @@ class HostedModels:
     def held_bytes(self) -> int:
         """Memory of all models that are not UNLOADED."""
         return sum(model.bytes for model in self if model.state is not UNLOADED)
+
+    def rivals(self, model: HostedModel) -> list[HostedModel]:
+        """Return the models that must be unloaded before a model of the same group is loaded.
+
+        Args:
+            model: the model that waits.
+        """
+        return [other for other in self._group_of(model) if other.state is not UNLOADED]
 
     # --- requests ---
 
@@ -507,6 +531,8 @@ class HostedModels:
             elif model.state is LOADED and model.is_idle and now >= model.idle_until:
                 orders.append(self._order(model, UNLOADING, now, "it was idle"))
         wanted = self._wanted(now)
+        for model in wanted:
+            orders += self._replace(model, now)
         if not wanted:
             for model in self:
                 if model.state is DRAINING and not model.must_unload:
@@ -519,6 +545,8 @@ class HostedModels:
                     orders.append(self._resize(model, count, now, "memory is free"))
         loading_count = sum(model.state is LOADING for model in self)
         for model in wanted:
+            if self.rivals(model):
+                continue  # The memory of the rival becomes free first.
             lacking_bytes = self.held_bytes + model.spec.bytes - self._settings.memory_bytes
             if lacking_bytes > 0:
                 orders += self._free(model, lacking_bytes, now)
@@ -540,12 +568,14 @@ class HostedModels:
         """
         times = [model.idle_until for model in self if model.state is LOADED and model.is_idle]
         times += [model.retry_at for model in self if model.state is UNLOADED and model.waiting_since is not None]
-        head = next(iter(self._wanted(now)), None)
-        if head is None:
-            times += [model.resized_at + self._settings.turn_seconds for model in self._growing()]
-        elif head.waiting_since is not None:
-            times.append(head.waiting_since + self._settings.turn_seconds)
+        wanted = self._wanted(now)
+        for model in wanted:
+            assert model.waiting_since is not None
+            times.append(model.waiting_since + self._settings.turn_seconds)
+        if wanted:
             times += [model.changed_at + self._settings.turn_seconds for model in self if model.state is LOADED]
+        else:
+            times += [model.resized_at + self._settings.turn_seconds for model in self._growing()]
         return min((time for time in times if time > now), default=math.inf)
 
     # --- private methods ---
@@ -553,23 +583,42 @@ class HostedModels:
     def _wanted(self, now: float) -> list[HostedModel]:
         """Return the models that must be loaded, the one that waits for the longest time first."""
         models = [
-            model
+            (model.waiting_since + SECONDS_PER_PRIORITY * model.spec.priority, model.spec.name, model)
             for model in self
             if model.state is UNLOADED and model.waiting_since is not None and model.retry_at <= now
         ]
-        return sorted(models, key=lambda model: (model.waiting_since, model.spec.name))
+        return [model for _, _, model in sorted(models)]
+
+    def _group_of(self, model: HostedModel) -> list[HostedModel]:
+        """Return the other models of a model's group."""
+        return [other for other in self if other.spec.group == model.spec.group is not None and other is not model]
+
+    def _replace(self, wanted: HostedModel, now: float) -> list[ModelOrder | ModelResize]:
+        """Unload the model of the same group, if it may give way now."""
+        reason = f"{wanted.spec.name} of the same group is needed"
+        return [
+            self._order(model, DRAINING if model.leases else UNLOADING, now, reason)
+            for model in self.rivals(wanted)
+            if model.state is LOADED and (model.is_idle or self._is_due(model, wanted, now))
+        ]
+
+    def _is_due(self, model: HostedModel, wanted: HostedModel, now: float) -> bool:
+        """Return True if a busy model must give way to a model that waits."""
+        assert wanted.waiting_since is not None
+        can_turn_at = wanted.waiting_since + self._settings.turn_seconds
+        return now >= can_turn_at and now >= model.changed_at + self._settings.turn_seconds
 
     def _free(self, wanted: HostedModel, lacking_bytes: int, now: float) -> list[ModelOrder | ModelResize]:
         """Choose caches that become smaller and models that give way, if that frees enough memory."""
         lacking_bytes -= sum(model.bytes for model in self if model.state in (UNLOADING, DRAINING))
         lacking_bytes -= sum(model.bytes - model.bytes_to_come for model in self if model.state is LOADED)
-        assert wanted.waiting_since is not None
-        can_turn_at = wanted.waiting_since + self._settings.turn_seconds
         loaded = [model for model in self if model.state is LOADED and not model.spec.is_pinned]
         idle = sorted((model for model in loaded if model.is_idle), key=_value)
-        busy = sorted((model for model in loaded if not model.is_idle), key=lambda model: model.changed_at)
-        due = [model for model in busy if now >= can_turn_at]
-        due = [model for model in due if now >= model.changed_at + self._settings.turn_seconds]
+        busy = sorted(
+            (model for model in loaded if not model.is_idle),
+            key=lambda model: (-model.spec.priority, model.changed_at),
+        )
+        due = [model for model in busy if self._is_due(model, wanted, now)]
         blocks: dict[str, int] = {}  # New numbers of blocks of the models that become smaller, by name.
         victims: list[HostedModel] = []
         for group, leavers in ((idle, idle), (busy, due)):
@@ -612,6 +661,6 @@ class HostedModels:
         return ModelOrder(model.spec.name, state, reason)
 
 
-def _value(model: HostedModel) -> float:
-    """Return the time at which an idle model counts as used. The model with the least time is unloaded first."""
-    return model.used_at + SECONDS_PER_LOAD_SECOND * model.load_seconds
+def _value(model: HostedModel) -> tuple[int, float]:
+    """Return the priority, and the time at which an idle model counts as used. The least value is unloaded first."""
+    return -model.spec.priority, model.used_at + SECONDS_PER_LOAD_SECOND * model.load_seconds

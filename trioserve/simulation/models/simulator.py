@@ -4,12 +4,15 @@ ModelsBook records what the orders and reports say of each model, and reads no s
 
 - Models that are not unloaded never need more memory than there is.
 - A load begins only if a request or an operator waits, not before a failed load may be repeated, and in the order of
-  waiting.
+  waiting. A model whose priority is better by 1 counts as having waited for 10 s longer, so every wait has a bound.
+- At most one model of a group is not unloaded.
 - A KV cache becomes smaller only for a model that waits, and larger only if none waits, its model is busy, and a turn
   has passed since the last change. It never becomes smaller than its minimum. Its memory is free when the change ends.
 - A model is unloaded only without leases, and only because neither a request nor an operator waits for its load,
-  because it was idle for its time, because another model needs its memory, or because an operator requested it.
+  because it was idle for its time, because another model needs its memory or is of the same group, or because an
+  operator requested it.
 - A busy model drains only after its turn, and only for a model that has waited for as long.
+- Of idle models, and of busy models after their turns, those of the worst priority give way first.
 - What must happen, happens in the same call of `decide`: a load that fits begins, memory that may be freed for the
   first model that waits is freed, idle models are unloaded in time. `next_at` names the time of the next such change.
 - A draining model whose memory no other model needs any more gives leases again. A loaded model gives a lease to each
@@ -29,6 +32,7 @@ A history stays valid when events are removed from it. For example, a report abo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from random import Random
@@ -55,6 +59,8 @@ class ModelsWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         loads: number of models that load at the same time.
         caches: for each model, the part of its memory that is a KV cache, which may become smaller. Empty: all models
             keep their size.
+        groups: number of each model's group. 0: the model has none. Empty: no model has one.
+        priorities: priority of each model. Empty: all are equal.
     """
 
     memory: int = 2
@@ -64,6 +70,8 @@ class ModelsWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     keep_alive: float | None = None
     loads: int = 1
     caches: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    priorities: tuple[int, ...] = ()
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, tag="arrive"):
@@ -142,6 +150,8 @@ RETRY_SECONDS_MIN = 5.0  # A failed load is not repeated before this time.
 STEADY_SECONDS = 60.0  # A model that crashes after this time is loaded again at once.
 CACHING_WORLDS_SHARE = 0.5  # fraction of the worlds in which KV caches may become smaller
 RESIZED_CHANCE = 0.3  # probability at each event of such a world that a change of a cache ends
+SECONDS_PER_PRIORITY = 10.0  # A model that is better by 1 overtakes those that began to wait this much earlier.
+RANKED_WORLDS_SHARE = 0.5  # fraction of the worlds in which models have groups and priorities
 ROUNDS_MAX = 1_000  # No history needs this many rounds to its end.
 
 
@@ -162,11 +172,13 @@ class ModelRecord:
         is_fixed: True if a change failed.
     """
 
-    def __init__(self, size: int, cache: int, is_pinned: bool) -> None:
+    def __init__(self, size: int, cache: int, group: int, priority: int, *, is_pinned: bool) -> None:
         self.size = self.held = self.held_next = size
         self.size_min = size - cache
         self.resized_at = -math.inf
         self.is_fixed = False
+        self.group = group
+        self.priority = priority
         self.is_pinned = is_pinned
         self.state = UNLOADED
         self.waiting: set[str] = set()
@@ -209,10 +221,11 @@ class ModelsBook:
 
     def __init__(self, world: ModelsWorld) -> None:
         self._world = world
-        caches = world.caches or (0,) * len(world.bytes)
+        count = len(world.bytes)
+        columns = (world.bytes, *(column or (0,) * count for column in (world.caches, world.groups, world.priorities)))
         self.models = [
-            ModelRecord(size, cache, number in world.pinned)
-            for number, (size, cache) in enumerate(zip(world.bytes, caches, strict=True))
+            ModelRecord(*values, is_pinned=number in world.pinned)
+            for number, values in enumerate(zip(*columns, strict=True))
         ]
         self.now = 0.0
 
@@ -243,7 +256,7 @@ class ModelsBook:
             assert self._lacking(first) > 0, f"{number} becomes smaller, but enough memory becomes free"
         else:
             assert model.can_grow, f"{number} becomes larger, but is not busy, or changes already"
-            assert self._first() is None, f"{number} becomes larger, but {self._first()} needs the memory"
+            assert not self._waiting(), f"{number} becomes larger, but {self._waiting()} need the memory"
             assert self.now >= model.resized_at + self._world.turn, f"{number} becomes larger too soon"
             model.held = size
         model.held_next = size
@@ -273,11 +286,16 @@ class ModelsBook:
             assert model.state is LOADED, f"{number} is {model.state.value}, and drains"
             assert model.running, f"{number} drains, but has no leases"
             assert not model.is_pinned, f"{number} is pinned, and drains"
-            assert model.must_unload or self._must_give_way(model), f"{number} drains before its turn ends"
+            first, rivals = self._first(), self._rivals_of(model)
+            assert model.must_unload or any(
+                self._must_give_way(model, other) for other in (*rivals, *([first] if first else []))
+            ), f"{number} drains before its turn ends"
+            if not (model.must_unload or rivals):
+                self._check_least(number, model)
         else:
             assert (order.state, model.state) == (LOADED, DRAINING), f"{number} is {model.state.value}, order {order}"
             assert not model.must_unload, f"{number} must be unloaded, and gives leases again"
-            assert self._first() is None, f"{number} gives leases again, but {self._first()} needs its memory"
+            assert not self._waiting(), f"{number} gives leases again, but {self._waiting()} need its memory"
         self.change(model, order.state)
         self._check_memory()
 
@@ -286,6 +304,8 @@ class ModelsBook:
         assert model.wanted_since is not None, f"{number} is loaded, but no request waits"
         assert self.now >= model.blocked_until, f"{number} is loaded again too soon after a failure"
         assert self._first() is model, f"{number} is loaded before a model that waits for a longer time"
+        for other in self._others_of(model):
+            assert other.state is UNLOADED, f"{number} is loaded, but one of its group is {other.state.value}"
         loading = sum(other.state is LOADING for other in self.models)
         assert loading < self._world.loads, f"{loading + 1} models load at the same time"
 
@@ -298,9 +318,23 @@ class ModelsBook:
         assert not model.is_pinned, f"{number} is pinned, and is unloaded"
         if model.state is LOADED and not model.must_unload:
             has_lapsed = model.is_idle and self.now >= self.lapses_at(model)
-            first = self._first()
-            is_needed = first is not None and first is not model and (model.is_idle or self._must_give_way(model))
-            assert has_lapsed or is_needed, f"{number} is unloaded without a reason"
+            if has_lapsed:
+                return
+            rivals = self._rivals_of(model)
+            needing = [other for other in (*rivals, self._first()) if other is not None]
+            is_needed = any(model.is_idle or self._must_give_way(model, other) for other in needing)
+            assert is_needed, f"{number} is unloaded without a reason"
+            if not rivals:
+                self._check_least(number, model)
+
+    def _check_least(self, number: int, model: ModelRecord) -> None:
+        """Assert that no model of worse priority could give its memory instead."""
+        first = self._first()
+        assert first is not None, f"{number} gives way, but no model waits"
+        for other in self.models:
+            is_like = other.state is LOADED and other.is_idle == model.is_idle and not other.is_pinned
+            if is_like and (model.is_idle or self._must_give_way(other, first)):
+                assert other.priority <= model.priority, f"{number} gives way before one of worse priority"
 
     def check_settled(self) -> None:
         """Assert that `decide` has left nothing undone."""
@@ -312,8 +346,14 @@ class ModelsBook:
                 assert model.wanted_since is not None, f"{number} is loaded, but no request waits"
             elif model.state is DRAINING:
                 assert model.running, f"{number} drains, and has no leases"
-                assert model.must_unload or self._first() is not None, f"{number} drains, but no other model waits"
+                assert model.must_unload or self._waiting(), f"{number} drains, but no other model waits"
+        for waiting in self._waiting():
+            for other in self._others_of(waiting):
+                may_go = other.state is LOADED and (other.is_idle or self._must_give_way(other, waiting))
+                assert not may_go, "a model of the group of one that waits is not unloaded"
         first = self._first()
+        if first is None and self._waiting():
+            return  # Models of the groups of all that wait are still loaded.
         if first is None:
             is_free = self.held < self._world.memory
             for number, model in enumerate(self.models):
@@ -328,7 +368,7 @@ class ModelsBook:
         for model in self.models:
             if model.state is not LOADED:
                 continue
-            may_go = not model.is_pinned and (model.is_idle or self._must_give_way(model))
+            may_go = not model.is_pinned and (model.is_idle or self._must_give_way(model, first))
             may_shrink = not (model.is_pinned or model.is_fixed)
             may_leave += model.held_next if may_go else may_shrink * (model.held_next - model.size_min)
         assert lacking <= 0 or may_leave < lacking, "memory for the first model that waits is not freed"
@@ -348,20 +388,33 @@ class ModelsBook:
             return math.inf
         return model.used_at + self._world.keep_alive
 
-    def _must_give_way(self, model: ModelRecord) -> bool:
-        first = self._first()
-        if first is None or first.wanted_since is None:
+    def _must_give_way(self, model: ModelRecord, waiting: ModelRecord) -> bool:
+        """Return True if the turn of a busy model has ended for a model that waits."""
+        if waiting.wanted_since is None:
             return False
-        return self.now >= first.wanted_since + self._world.turn and self.now >= model.since + self._world.turn
+        return self.now >= waiting.wanted_since + self._world.turn and self.now >= model.since + self._world.turn
 
-    def _first(self) -> ModelRecord | None:
-        """Return the model that waits for the longest time to be loaded."""
+    def _waiting(self) -> list[ModelRecord]:
+        """Return the models that wait to be loaded, in the order of their loads."""
         wanted = [
-            (model.wanted_since, number)
+            (model.wanted_since + SECONDS_PER_PRIORITY * model.priority, number)
             for number, model in enumerate(self.models)
             if model.state is UNLOADED and model.wanted_since is not None and model.blocked_until <= self.now
         ]
-        return self.models[min(wanted)[1]] if wanted else None
+        return [self.models[number] for _, number in sorted(wanted)]
+
+    def _first(self) -> ModelRecord | None:
+        """Return the first model that waits to be loaded, and whose group has no other one."""
+        is_free = (all(other.state is UNLOADED for other in self._others_of(model)) for model in self._waiting())
+        return next(itertools.compress(self._waiting(), is_free), None)
+
+    def _others_of(self, model: ModelRecord) -> list[ModelRecord]:
+        """Return the other models of a group."""
+        return [other for other in self.models if other.group == model.group != 0 and other is not model]
+
+    def _rivals_of(self, model: ModelRecord) -> list[ModelRecord]:
+        """Return the models of the same group that wait."""
+        return [other for other in self._waiting() if other in self._others_of(model)]
 
 
 class ModelsSimulation(EventSimulation[ModelsWorld]):
@@ -389,6 +442,8 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                     kv_block_bytes=1 if world.caches else 0,
                     keep_alive_seconds=keep_alive,
                     is_pinned=number in world.pinned,
+                    priority=world.priorities[number] if world.priorities else 0,
+                    group=str(world.groups[number]) if world.groups and world.groups[number] else None,
                 )
                 for number, size in enumerate(world.bytes)
             ],
@@ -641,11 +696,15 @@ class ModelsGenerator:
             keep_alive=rng.choice((None, 0.0, 3.0, 30.0)),
             loads=rng.choice((1, 1, 2)),
         )
-        # Caches are drawn from a separate source, so that histories without them stay the same.
+        # Caches, groups and priorities are drawn from a separate source, so that other draws stay the same.
         self._cache_rng = Random(repr(self.world))
         if self._cache_rng.random() < CACHING_WORLDS_SHARE:
             caches = tuple(self._cache_rng.randint(0, size - 1) for size in sizes)
             self.world = msgspec.structs.replace(self.world, caches=caches)
+        if self._cache_rng.random() < RANKED_WORLDS_SHARE:
+            groups = tuple(0 if number in pinned else self._cache_rng.choice((0, 0, 1, 2)) for number in range(count))
+            priorities = tuple(self._cache_rng.choice((-1, 0, 0, 1)) for _ in range(count))
+            self.world = msgspec.structs.replace(self.world, groups=groups, priorities=priorities)
         self._arrivals = 0
         self._favourites = [rng.randrange(count) for _ in range(2)]
 
