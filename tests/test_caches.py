@@ -56,7 +56,7 @@ CACHES = {
     ("text/templates/chat_template.py", "_programs"): "of the model alone, those of requests are compiled each time",
     ("text/templates/chat_template.py", "support"): "of a program, as above",
     ("text/templates/chat_template.py", "_environment"): OF_SERVER,
-    ("proxy/kept_objects.py", "_objects"): OWNED,
+    ("proxy/peers/processes.py", "_objects"): OWNED,
     ("admission/dispatch.py", "_positions"): "positions of all waiting requests, counted once a second",
     ("admission/recent_requests.py", "_owners"): OWNED,
     ("engine/live_feed.py", "_ended"): OWNED,
@@ -79,7 +79,7 @@ CACHES = {
     ("trio_tools/interpreter.py", "connections_within"): OF_SERVER,
     ("api/routes.py", "_openapi_json"): OF_SERVER,
     ("trio_tools/media_fetcher.py", "_trusted_certificates"): OF_SERVER,
-    ("api/engine_context.py", "_heard_at"): OF_SERVER,
+    ("api/request_context.py", "_heard_at"): OF_SERVER,
     ("commands/ray_watch.py", "_known"): OF_SERVER,
     ("core/block_holds.py", "_holds"): NOT_A_CACHE,
     ("connectors/nixl.py", "_names"): NOT_A_CACHE,
@@ -106,7 +106,7 @@ CACHES = {
     ("router/queues.py", "tenants"): NOT_A_CACHE,
     ("ranks/plan_wire.py", "_sampling"): "decoding an entry takes 0.1 ms at most, inside of a step that all share",
     ("http/http2/protocol.py", "_name_part"): "names of headers of responses, each in less than a microsecond",
-    ("http/message_head.py", "_date"): OF_SERVER,
+    ("http/exchange.py", "_date"): OF_SERVER,
     ("api/images/image_routes.py", "_openapi_json"): OF_SERVER,
 }
 

@@ -9,8 +9,7 @@ import pytest
 import trio
 
 from trioserve.api.error_responses import Refusal
-from trioserve.api.turn.chat_turn import ChatTurn, Reasoning, TurnRequest
-from trioserve.api.turn.turn_choice import CollectedChoice, ToolCall, TurnChoice
+from trioserve.api.turn.chat_turn import ChatTurn, CollectedChoice, Reasoning, ToolCall, TurnChoice, TurnRequest
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams

@@ -173,7 +173,7 @@ def test_only_error_responses_converts_codes_to_responses():
     assert {path for path, _call in calls_of("ErrorResponse")} == {
         "trioserve/api/error_responses.py",
         "trioserve/proxy/adapters.py",  # The status comes from the endpoints.
-        "trioserve/proxy/endpoint_errors.py",  # The error comes from an endpoint.
+        "trioserve/proxy/proxied_request.py",  # The error comes from an endpoint.
     }
 
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from trioserve.api.anthropic.bodies import CountTokensBody, MessagesBody
-from trioserve.api.ollama.bodies import (
+from trioserve.api.ollama.answer import (
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,

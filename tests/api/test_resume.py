@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 
-from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.http.exchange import ClockAndIds
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.scripted_chat import FAMILIES, Call, Rule, ScriptedChat, chat_template

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from trioserve.api.routes import App
-from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.http.exchange import ClockAndIds
 from trioserve.http.server import FrontendServer
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.memory_client import MemoryClient

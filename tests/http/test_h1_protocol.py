@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.http.exchange import RequestHead
 from trioserve.http.http1.protocol import CHUNKS_A_PIECE_MAX, DROPPED_PIECES_MAX, BadHead, H1Protocol
-from trioserve.http.message_head import RequestHead
 
 FIELDS = [(b"content-type", b"text/plain")]
 PLAIN = b"POST /a?b HTTP/1.1\r\nhost: test\r\ncontent-length: 5\r\n\r\nhello"

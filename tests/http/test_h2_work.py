@@ -13,7 +13,7 @@ import trio
 from h2.errors import ErrorCodes
 from hpack.huffman_table import decode_huffman
 
-from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.http.exchange import ClockAndIds
 from trioserve.http.http2.frames import PIECE_WORK_US_MAX, SETTINGS, SETTINGS_WORK_US, FrameGate, frame
 from trioserve.http.http2.protocol import SIZE_UPDATES_MAX, FieldDecoder
 from trioserve.http.limits import FrontendLimits

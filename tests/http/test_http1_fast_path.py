@@ -7,8 +7,8 @@ import random
 import h11
 import pytest
 
+from trioserve.http.exchange import RequestHead, split_target
 from trioserve.http.http1.protocol import plain_request
-from trioserve.http.message_head import RequestHead, split_target
 
 POST = b"POST /v1/completions?a=b%20c HTTP/1.1\r\nHost: a:80\r\nContent-Type: application/json\r\nContent-Length: 4\r\n"
 GET = b"GET / HTTP/1.1\r\nhost: a\r\naccept: */*\r\nx-empty:\r\nx-twice: 1\r\nX-Twice: \t2 3\t\r\n"

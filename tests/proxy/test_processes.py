@@ -11,8 +11,7 @@ import trio
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.http.listener import open_listeners
 from trioserve.http.server import FrontendServer
-from trioserve.proxy.kept_objects import KeptObject, KeptObjects
-from trioserve.proxy.peers.processes import OtherProcesses, ProcessDoor, ProcessPlace
+from trioserve.proxy.peers.processes import KeptObject, KeptObjects, OtherProcesses, ProcessDoor, ProcessPlace
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 
 KEPT = KeptObject(EndpointId("b"), "somebody")

@@ -30,7 +30,7 @@ from trioserve.api.route_table import READS, Handler, Route, RouteTable
 from trioserve.api.surface import OLLAMA_PATH, surface_of
 from trioserve.contracts.errors import TrioserveError, panics_become_failures
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
-from trioserve.http.message_head import printable
+from trioserve.http.exchange import printable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.deadlines import Deadline
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.tracing import NO_SPAN, Span
-from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.http.exchange import ClockAndIds
 
 if TYPE_CHECKING:
     from trioserve.api.heartbeat import Heartbeat

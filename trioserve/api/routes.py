@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from trioserve.api import transcriptions
 from trioserve.api.anthropic import messages
 from trioserve.api.app import BaseApp, other_path
-from trioserve.api.audio import transcriptions
+from trioserve.api.batches import files
 from trioserve.api.batches import handlers as batch_handlers
 from trioserve.api.batches.batches import Batches
 from trioserve.api.caller import AccessRules, ApiKeys, Caller
-from trioserve.api.engine_context import RoutersHeard
 from trioserve.api.error_responses import Refusal, refusal
-from trioserve.api.files import files
 from trioserve.api.generation import usage_of
 from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, ConnectionSettings, DetachSettings
 from trioserve.api.ollama import generation as ollama_generation
@@ -34,7 +33,7 @@ from trioserve.api.page.page import (
     PageSettings,
     is_of_page,
 )
-from trioserve.api.request_context import RequestServices
+from trioserve.api.request_context import RequestServices, RoutersHeard
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.responses import handlers as responses
 from trioserve.api.responses.background import BackgroundResponses
@@ -48,7 +47,7 @@ from trioserve.api.streams.detached_streams import DetachedStreams, RouterStream
 from trioserve.api.whole_response import ResponseBudget
 from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
-from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.http.exchange import ClockAndIds
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.fair_slots import FairSlots
 

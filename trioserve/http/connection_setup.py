@@ -19,11 +19,9 @@ import trio
 
 from trioserve.contracts.errors import Overloaded
 from trioserve.http.body_budget import BodyBudget
-from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.counters import StreamRefusal, Tally
-from trioserve.http.exchange import Handler, Headers
+from trioserve.http.exchange import ClockAndIds, Handler, Headers, RequestHead
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.message_head import RequestHead
 from trioserve.trio_tools.tcp_stream import TcpStream
 
 __all__ = [

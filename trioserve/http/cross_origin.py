@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from trioserve.contracts.errors import StartupError
-from trioserve.http.exchange import Exchange, Handler, HeaderFields, WebSocket
-from trioserve.http.message_head import TOKEN
+from trioserve.http.exchange import TOKEN, Exchange, Handler, HeaderFields, WebSocket
 
 __all__ = ["CrossOrigin", "checked_origins"]
 

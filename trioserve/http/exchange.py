@@ -1,11 +1,20 @@
 """The interface between connections and handlers: a request, its header fields, its response, and errors of its body.
 
-Each protocol implements Exchange. The connection moves the bytes and cancels the handler when the client leaves.
+Each protocol implements Exchange. The connection moves the bytes and cancels the handler when the client leaves. All
+protocols encode header fields here, with the time and the ids of ClockAndIds.
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import email.utils
+import functools
+import http
+import os
+import re
+import time
+import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -17,13 +26,19 @@ __all__ = [
     "Beats",
     "BodyTimeout",
     "BodyTooLarge",
+    "ClockAndIds",
     "Exchange",
     "Handler",
     "HeaderFields",
     "Headers",
+    "REASONS",
+    "RequestHead",
     "ResponseState",
     "UnknownCoding",
     "WebSocket",
+    "encode_fields",
+    "printable",
+    "split_target",
 ]
 
 
@@ -363,3 +378,122 @@ class ResponseState:
         """Raise RuntimeError if the response has started: the connection may have dropped the rest of the body."""
         if self.started:
             raise RuntimeError("the response has already started: read the request body before it")
+
+
+def _new_request_id() -> str:
+    return os.urandom(16).hex()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClockAndIds:
+    """Sources of time and ids.
+
+    Args:
+        wall_clock: returns seconds since 1970.
+        new_request_id: returns an id that is unique and cannot be guessed.
+        cpu_clock: returns CPU seconds of the current thread.
+    """
+
+    wall_clock: Callable[[], float] = time.time
+    new_request_id: Callable[[], str] = _new_request_id
+    cpu_clock: Callable[[], float] = time.thread_time
+
+    def unix_seconds(self) -> int:
+        return int(self.wall_clock())
+
+
+TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110, 5.6.2 defines a token.
+REASONS = {status.value: status.phrase.encode("ascii") for status in http.HTTPStatus}
+"""Reason phrases of HTTP/1.1. Some clients reject a status line without a phrase."""
+LOGGED_CHARACTERS_MAX = 200
+BREAKS = re.compile(r"[\0\r\n]")
+FRAMING_FIELDS = frozenset({"connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"})
+
+
+class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A request without its body.
+
+    Attributes:
+        method, path, query, headers, http_version, peer, is_websocket: see Exchange.
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: Headers
+    http_version: str
+    peer: str
+    is_websocket: bool = False
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """Split a request target into path and query.
+
+    Args:
+        target: "/a%20b?c=d", "http://host/a?c=d" (as sent to a proxy), "*", or "host:443" (of CONNECT).
+
+    Returns:
+        The percent-decoded path, and the query as sent. A target without a path ("host:443") is returned as the path.
+    """
+    if not target.startswith(("/", "*")) and "://" in target:
+        _, _, rest = target.partition("://")
+        slash = re.search(r"[/?]", rest)
+        target = rest[slash.start() :] if slash else "/"
+        if target.startswith("?"):
+            target = "/" + target
+    path, _, query = target.partition("#")[0].partition("?")
+    return urllib.parse.unquote(path, errors="replace"), query
+
+
+def encode_fields(
+    fields: HeaderFields, *, unix_seconds: int, content_length: int | None = None
+) -> list[tuple[bytes, bytes]]:
+    """Check and encode the header fields of a response.
+
+    Args:
+        fields: names and values of the header fields, from the handler.
+        unix_seconds: the time for the field `date`, which is added unless the handler set it.
+        content_length: bytes of the body. Ignored if the handler set content-length, which it may do for HEAD. If None,
+            no content-length is added.
+
+    Returns:
+        Fields with lower-case names, in the order of `fields`, then content-length and date.
+
+    Raises:
+        ValueError: a name or a value would break the message, or the handler set a field that only the connection may
+            set.
+    """
+    encoded = []
+    names = set()
+    for name, value in fields:
+        name = name.lower()
+        if not TOKEN.fullmatch(name) or BREAKS.search(value):
+            raise ValueError(
+                f"header field {name!r}: {value!r} cannot be sent: it has a line break or a wrong character"
+            )
+        if name in FRAMING_FIELDS:
+            raise ValueError(f"header field {name!r} is set by the connection: leave it out")
+        names.add(name)
+        encoded.append((name.encode("ascii"), value.strip(" \t").encode("latin-1")))
+    if content_length is not None and "content-length" not in names:
+        encoded.append((b"content-length", str(content_length).encode("ascii")))
+    if "date" not in names:
+        encoded.append((b"date", _date(unix_seconds)))
+    return encoded
+
+
+def printable(text: str) -> str:
+    """Escape text from a client, so that the text is safe in a log line.
+
+    Args:
+        text: any text.
+
+    Returns:
+        At most LOGGED_CHARACTERS_MAX characters of `text`, with line breaks and control characters escaped.
+    """
+    return text[:LOGGED_CHARACTERS_MAX].encode("unicode_escape").decode("ascii")
+
+
+@functools.lru_cache(maxsize=1)
+def _date(unix_seconds: int) -> bytes:
+    return email.utils.formatdate(unix_seconds, usegmt=True).encode("ascii")

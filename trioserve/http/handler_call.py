@@ -11,8 +11,7 @@ import logging
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest, StartupError
-from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Exchange, Handler, HeaderFields, ResponseState
-from trioserve.http.message_head import printable
+from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Exchange, Handler, HeaderFields, ResponseState, printable
 
 __all__ = ["JSON_FIELDS", "RootPath", "call_handler", "checked_root_path", "refusal_body"]
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import trio
 
 from trioserve.http.body_budget import BodyBudget
-from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.connection_setup import (
     ConnectionSetup,
     ExchangeSlots,
@@ -22,7 +21,7 @@ from trioserve.http.connection_setup import (
     close_now,
 )
 from trioserve.http.counters import ConnectionRefusal, FrontendCounters, Tally
-from trioserve.http.exchange import Handler
+from trioserve.http.exchange import ClockAndIds, Handler
 from trioserve.http.http1.connection import H11Connection
 from trioserve.http.http2.connection import H2Connection
 from trioserve.http.http2.frames import PREFACE

@@ -23,10 +23,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from trioserve.metrics.audio_metrics import AudioMetrics
 from trioserve.metrics.cache_metrics import CacheMetrics
 from trioserve.metrics.engine_metrics import EngineMetrics
-from trioserve.metrics.image_metrics import ImageMetrics
+from trioserve.metrics.image_metrics import AudioMetrics, ImageMetrics
 from trioserve.metrics.metric import ENGINE_LABEL, MODEL_LABEL, Metric, Part, PlainHistogram
 from trioserve.metrics.router_metrics import RouterMetrics
 from trioserve.metrics.server_metrics import ServerMetrics

@@ -24,9 +24,9 @@ from trioserve.api.openai.chat_prompt import AS_FITS
 from trioserve.api.openai.request_types import COMPLETION_TOKENS_DEFAULT, Int32, decode_body
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, Stage
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, RequestAborted
-from trioserve.proxy.endpoint_errors import Refused, check_status, error_code
 from trioserve.proxy.forwarded_headers import request_headers
 from trioserve.proxy.prompt_blocks import CHAT_PATH, COMPLETIONS_PATH
+from trioserve.proxy.proxied_request import Refused, check_status, error_code
 from trioserve.proxy.relay import attempt, handle_failure
 from trioserve.proxy.response_shape import InvalidAnswer, check_head, is_error
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten

@@ -27,9 +27,9 @@ from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.tracing import Span
 from trioserve.proxy.disaggregated_request import can_be_disaggregated, serve_disaggregated
 from trioserve.proxy.forwarded_headers import owner_of, request_headers
-from trioserve.proxy.kept_objects import RESPONSES_PATH
 from trioserve.proxy.model_routes import set_keep_alive
 from trioserve.proxy.peers.kept_stream import Stream, StreamCall
+from trioserve.proxy.peers.processes import RESPONSES_PATH
 from trioserve.proxy.prompt_blocks import named_blocks
 from trioserve.proxy.proxied_request import AskedRequest, ProxiedRequest, RequestClock
 from trioserve.proxy.relay import attempt

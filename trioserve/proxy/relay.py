@@ -15,7 +15,9 @@ from trioserve.api.streams.cursors import RESUME_HEADER
 from trioserve.api.surface import LINES_TYPE
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned
-from trioserve.proxy.endpoint_errors import (
+from trioserve.proxy.forwarded_headers import owner_of
+from trioserve.proxy.peers.processes import RESPONSES_PATH, KeptObject, object_id_in
+from trioserve.proxy.proxied_request import (
     ENDED_ON_PURPOSE,
     ERROR_BYTES_MAX,
     Refused,
@@ -23,8 +25,6 @@ from trioserve.proxy.endpoint_errors import (
     check_status,
     error_code,
 )
-from trioserve.proxy.forwarded_headers import owner_of
-from trioserve.proxy.kept_objects import RESPONSES_PATH, KeptObject, object_id_in
 from trioserve.proxy.response_shape import (
     EventCheck,
     InvalidAnswer,

@@ -14,11 +14,11 @@ from msgspec import UNSET, UnsetType
 from trioserve.admission.dispatch import AdmissionScope
 from trioserve.api.app import BaseApp
 from trioserve.api.batches.batches import Batches
+from trioserve.api.batches.files import OPERATIONS as FILE_OPERATIONS
 from trioserve.api.batches.handlers import BATCH_ENDPOINTS
 from trioserve.api.batches.handlers import OPERATIONS as BATCH_OPERATIONS
 from trioserve.api.caller import AccessRules, ApiKeys, Caller
 from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
-from trioserve.api.files.files import OPERATIONS as FILE_OPERATIONS
 from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
 from trioserve.api.limits import BatchSettings, ConnectionSettings
 from trioserve.api.ollama.models import read_api_version
@@ -44,13 +44,12 @@ from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.extras import VERSION
 from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
-from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.http.exchange import ClockAndIds
 from trioserve.metrics.registry import joined_pages
 from trioserve.proxy.aborts import abort_for_vllm, abort_one_or_all, abort_request, abort_requests
 from trioserve.proxy.adapters import load_adapter, unload_adapter
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.forwarding import forward
-from trioserve.proxy.kept_objects import KeptObjects
 from trioserve.proxy.model_routes import (
     ModelChanged,
     NamedModel,
@@ -63,7 +62,7 @@ from trioserve.proxy.model_routes import (
 )
 from trioserve.proxy.peers.kept_stream import ClientLeftNotices
 from trioserve.proxy.peers.peer_watch import PEER_PATH
-from trioserve.proxy.peers.processes import Answer, OneProcess
+from trioserve.proxy.peers.processes import Answer, KeptObjects, OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.response_turn import routed_turns, turn_headers
 from trioserve.proxy.router_context import RouterContext, RouterServices, RoutingRules, StoredServices

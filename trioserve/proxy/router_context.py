@@ -18,10 +18,9 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId, Stage
 from trioserve.contracts.request import PRIORITY_MIN
 from trioserve.contracts.tracing import NO_SPAN, Span
-from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.proxy.kept_objects import KeptObjects
+from trioserve.http.exchange import ClockAndIds
 from trioserve.proxy.peers.kept_stream import ClientLeftNotices
-from trioserve.proxy.peers.processes import OneProcess
+from trioserve.proxy.peers.processes import KeptObjects, OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.remote_endpoint import PATH_CHARACTERS
 from trioserve.proxy.streams.client_events import ClientEvents, not_the_same

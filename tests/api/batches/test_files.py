@@ -8,8 +8,8 @@ import trio
 from openai.types import FileObject
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.files import files
-from trioserve.api.files.stored_files import FILES_OF_ONE_MAX
+from trioserve.api.batches import files
+from trioserve.api.batches.stored_files import FILES_OF_ONE_MAX
 from trioserve.http.limits import FrontendLimits
 from trioserve.store.settings import StoreSettings
 from trioserve.testing.memory_client import ConnectionLost
@@ -113,7 +113,7 @@ async def test_upload_to_a_full_store_is_507_and_stores_nothing(owner_of, autoju
 
 
 async def test_number_of_files_of_one_key_is_limited(owner_of, autojump_clock, monkeypatch):
-    monkeypatch.setattr("trioserve.api.files.stored_files.FILES_OF_ONE_MAX", 3)
+    monkeypatch.setattr("trioserve.api.batches.stored_files.FILES_OF_ONE_MAX", 3)
     assert FILES_OF_ONE_MAX == 1000
     async with open_memory_server() as server:
         owner = owner_of(server)

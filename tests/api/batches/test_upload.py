@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from trioserve.api.files.files import parsed_upload
+from trioserve.api.batches.files import parsed_upload
 from trioserve.api.form import FIELD_BYTES_MAX, PARTS_MAX
 from trioserve.contracts.errors import InvalidRequest
 

@@ -25,7 +25,7 @@ from trioserve.api.batches.batch_record import (
     batch_kind,
     file_kind,
 )
-from trioserve.api.files.stored_files import FILE_KIND, FileRecord, put_file
+from trioserve.api.batches.stored_files import FILE_KIND, FileRecord, put_file
 from trioserve.contracts.errors import DiskFull, StoreFault, StoreFull
 from trioserve.store.store import Store
 from trioserve.store.stored_objects import AppendBlob, Change, DeleteObject, PutObject, Quota, ReplaceObject

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.files.stored_files import FILE_KIND
+from trioserve.api.batches.stored_files import FILE_KIND
 from trioserve.api.response import Response
 
 __all__ = [

@@ -18,8 +18,8 @@ from trioserve.api.batches.batch_book import BatchBook, BatchGone
 from trioserve.api.batches.batch_record import LIVE_KIND, BatchError, BatchRecord, BatchStatus, batch_kind
 from trioserve.api.batches.batch_run import BatchRun
 from trioserve.api.batches.input_lines import InternalExchange
+from trioserve.api.batches.stored_files import FILE_KIND
 from trioserve.api.caller import Caller
-from trioserve.api.files.stored_files import FILE_KIND
 from trioserve.api.limits import BatchSettings
 from trioserve.contracts.errors import Draining, Overloaded
 from trioserve.store.store import LIST_MAX, Store

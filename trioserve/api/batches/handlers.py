@@ -12,6 +12,7 @@ import msgspec
 
 from trioserve.api.batches.batch_book import BatchGone
 from trioserve.api.batches.batch_record import BATCH_KIND, Batch, BatchRecord, batch_object
+from trioserve.api.batches.files import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
 from trioserve.api.batches.message_batches import (
     LIST_ASKED_MAX,
     MessageBatch,
@@ -25,9 +26,7 @@ from trioserve.api.batches.message_batches import (
     read_message_batch,
     read_message_results,
 )
-from trioserve.api.error_responses import refusal
-from trioserve.api.files.files import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
-from trioserve.api.files.stored_files import (
+from trioserve.api.batches.stored_files import (
     FILE_KIND,
     file_not_found,
     file_quota,
@@ -36,6 +35,7 @@ from trioserve.api.files.stored_files import (
     record_of,
     required_store,
 )
+from trioserve.api.error_responses import refusal
 from trioserve.api.form import LIST_FIELDS, Query
 from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation

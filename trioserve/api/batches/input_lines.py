@@ -12,7 +12,7 @@ import msgspec
 import trio
 
 from trioserve.api.batches.batch_record import BatchError
-from trioserve.api.files.stored_files import FILE_KIND
+from trioserve.api.batches.stored_files import FILE_KIND
 from trioserve.contracts.errors import StoreFault
 from trioserve.http.exchange import Exchange, HeaderFields, Headers
 from trioserve.store.store import Store

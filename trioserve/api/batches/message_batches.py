@@ -22,8 +22,8 @@ from trioserve.api.batches.batch_record import (
 )
 from trioserve.api.batches.batch_run import CANCELLED_CODE, EXPIRED_CODE
 from trioserve.api.batches.input_lines import InputGone, LineReader
+from trioserve.api.batches.stored_files import FileRecord, file_quota, put_file, quota_refused, required_store
 from trioserve.api.error_responses import refusal
-from trioserve.api.files.stored_files import FileRecord, file_quota, put_file, quota_refused, required_store
 from trioserve.api.form import Query
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.response import Response

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from trioserve.api.engine_context import EngineContext, EngineServices
+from trioserve.api.request_context import EngineContext, EngineServices
 from trioserve.contracts.errors import Overloaded
 from trioserve.trio_tools.fair_slots import FairSlots
 

@@ -11,7 +11,6 @@ import trio
 
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
-from trioserve.api.engine_context import RoutersHeard
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.images import image_responses
 from trioserve.api.images.handlers import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
@@ -24,12 +23,13 @@ from trioserve.api.operations.kv_events import stream_load
 from trioserve.api.operations.live_requests import abort_request, abort_requests
 from trioserve.api.page import page as page_files
 from trioserve.api.page.page import PAGE_PATH, UI_PATH, PageSettings, is_of_page, show_image_page
+from trioserve.api.request_context import RoutersHeard
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.route_table import GENERATES, Forwarding, Handler, Operation, RouteTable, find_operation
 from trioserve.api.sse import encode
 from trioserve.contracts.image_generation import PARTIAL_IMAGES_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
-from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.http.exchange import ClockAndIds
 from trioserve.vision.image_file import IMAGE_FORMATS
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ import msgspec
 import trio
 
 from trioserve.api.ollama import answer as types
-from trioserve.api.ollama.answer import Answer, Head, Piece, chat_piece, iso_time, loaded, nanoseconds, text_piece
-from trioserve.api.ollama.bodies import (
+from trioserve.api.ollama.answer import (
     NUM_PREDICT_MIN,
     OLLAMA_RANGES,
     SAMPLING_OPTIONS,
+    Answer,
+    Head,
     OllamaAnswerBody,
     OllamaChatBody,
     OllamaEmbedBody,
@@ -24,6 +25,12 @@ from trioserve.api.ollama.bodies import (
     OllamaGenerateBody,
     OllamaMessage,
     OllamaOptions,
+    Piece,
+    chat_piece,
+    iso_time,
+    loaded,
+    nanoseconds,
+    text_piece,
 )
 from trioserve.api.ollama.models import requested_model
 from trioserve.api.openai.chat_prompt import gap_of

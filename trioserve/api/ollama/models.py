@@ -10,8 +10,7 @@ from hashlib import sha256
 from typing import Any
 
 from trioserve.api.ollama import answer as types
-from trioserve.api.ollama.answer import OllamaModel, iso_time
-from trioserve.api.ollama.bodies import OllamaShowBody
+from trioserve.api.ollama.answer import OllamaModel, OllamaShowBody, iso_time
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import Responder
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation

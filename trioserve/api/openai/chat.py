@@ -36,8 +36,7 @@ from trioserve.api.sse import (
 )
 from trioserve.api.streams.cursors import GroupIds
 from trioserve.api.streams.resumption import Resumption
-from trioserve.api.turn.chat_turn import ChatTurn, TurnRequest, chat_turn
-from trioserve.api.turn.turn_choice import CollectedChoice, TurnFinish
+from trioserve.api.turn.chat_turn import ChatTurn, CollectedChoice, TurnFinish, TurnRequest, chat_turn
 from trioserve.api.whole_response import LargeJson, ResponseShape
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta

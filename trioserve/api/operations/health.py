@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final, Literal
 import trio
 from msgspec import UNSET, UnsetType
 
-from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER
 from trioserve.api.operations.kv_events import load_report
+from trioserve.api.request_context import EngineContext
 from trioserve.api.response import Response
 from trioserve.api.route_table import Operation
 from trioserve.contracts.endpoint import EndpointLoad

@@ -14,10 +14,9 @@ import msgspec
 import trio
 
 from trioserve.api.caller import check_is_admin
-from trioserve.api.engine_context import ROUTER_HEADER, EngineContext
 from trioserve.api.error_responses import refusal
 from trioserve.api.form import Query
-from trioserve.api.request_context import RequestContext
+from trioserve.api.request_context import ROUTER_HEADER, EngineContext, RequestContext
 from trioserve.api.route_table import Operation
 from trioserve.api.sse import KEEP_ALIVE, encode
 from trioserve.contracts.endpoint import BlocksRemoved, BlocksStored, EndpointLoad, LoadReported, ResidencySnapshot

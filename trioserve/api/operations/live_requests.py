@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import UNSET, UnsetType
 
 from trioserve.api.caller import check_may_operate
-from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import HandedOver, Refusal, refusal
 from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody, ControlBody, decode_body
-from trioserve.api.request_context import RequestContext
+from trioserve.api.request_context import EngineContext, RequestContext
 from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.api.sse import encode

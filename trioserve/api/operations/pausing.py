@@ -14,8 +14,7 @@ from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from trioserve.api.engine_context import EngineContext, PauseMode
-    from trioserve.api.request_context import RequestContext
+    from trioserve.api.request_context import EngineContext, PauseMode, RequestContext
 
 __all__ = ["OPERATIONS", "continue_generation", "pause", "pause_generation", "read_is_paused", "resume"]
 

@@ -20,8 +20,7 @@ import trio
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.limits import BackgroundSettings
 from trioserve.api.responses.events import Ended, event_bytes
-from trioserve.api.responses.plan import PlannedResponse
-from trioserve.api.responses.response_run import ResponseRun
+from trioserve.api.responses.response_run import PlannedResponse, ResponseRun
 from trioserve.api.responses.response_types import ResponseErrorDetail, ResponseEvent, ResponseObject
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
 from trioserve.api.streams.detached_stream import EventLog, EventLogFull

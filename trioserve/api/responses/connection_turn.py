@@ -16,10 +16,9 @@ import trio
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.api.openai.request_types import HEADERS
 from trioserve.api.responses.events import Ended
-from trioserve.api.responses.plan import plan_response
 from trioserve.api.responses.request_types import CreateEvent
 from trioserve.api.responses.response_object import response_id
-from trioserve.api.responses.response_run import ResponseRun
+from trioserve.api.responses.response_run import ResponseRun, plan_response
 from trioserve.api.responses.response_types import (
     ErrorEvent,
     RequiredInput,

@@ -41,7 +41,7 @@ from trioserve.api.responses.response_types import (
 from trioserve.api.responses.tools import CallKind
 from trioserve.api.sse import one_line_json
 from trioserve.api.streams.cursors import ResumeBody
-from trioserve.api.turn.turn_choice import TurnFinish
+from trioserve.api.turn.chat_turn import TurnFinish
 from trioserve.contracts.output import Delta
 from trioserve.contracts.weights import WeightVersions
 from trioserve.text.response_parts import (

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.api.form import Query
 from trioserve.api.responses.events import event_bytes
-from trioserve.api.responses.plan import plan_prompt, plan_response
 from trioserve.api.responses.request_types import RESPONSES_REFUSED, InputTokensBody, ResponsesBody
 from trioserve.api.responses.response_object import FINAL, failed_object, item_id, item_place, response_id
-from trioserve.api.responses.response_run import ResponseRun
+from trioserve.api.responses.response_run import ResponseRun, plan_prompt, plan_response
 from trioserve.api.responses.response_types import (
     DeletedResponse,
     InputTokens,

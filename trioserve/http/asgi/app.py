@@ -10,10 +10,9 @@ import trio
 from trioserve.http.asgi.exchange import AsgiExchange, Receive, Send
 from trioserve.http.body_budget import BodyBudget, BodyShare
 from trioserve.http.counters import ConnectionRefusal, FrontendCounters, Tally
-from trioserve.http.exchange import Handler, Headers
+from trioserve.http.exchange import Handler, Headers, RequestHead
 from trioserve.http.handler_call import call_handler
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.message_head import RequestHead
 
 __all__ = ["ResponseBrokenOff", "AsgiApp"]
 

@@ -13,10 +13,17 @@ import trio
 
 from trioserve.contracts.errors import Overloaded
 from trioserve.http.body_budget import BodyShare, decoded_body
-from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Exchange, HeaderFields, ResponseState
+from trioserve.http.exchange import (
+    BodyTimeout,
+    BodyTooLarge,
+    ClockAndIds,
+    Exchange,
+    HeaderFields,
+    RequestHead,
+    ResponseState,
+    encode_fields,
+)
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.pace import BodyPace, ResponsePace
 
 __all__ = ["AsgiExchange", "Message", "Receive", "Send"]

@@ -13,10 +13,9 @@ import trio
 from trioserve.http.asgi.exchange import AsgiExchange, Message, Receive, Send
 from trioserve.http.body_budget import BodyBudget, BodyShare
 from trioserve.http.counters import ConnectionRefusal, Tally
-from trioserve.http.exchange import HeaderFields, WebSocket
+from trioserve.http.exchange import HeaderFields, RequestHead, WebSocket, encode_fields
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.message_head import RequestHead, encode_fields
-from trioserve.http.websocket.messages import Broken, UnreadMessages
+from trioserve.http.websocket_messages import Broken, UnreadMessages
 
 __all__ = ["AsgiWebSocketExchange"]
 

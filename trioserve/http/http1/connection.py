@@ -19,17 +19,16 @@ import trio
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.connection_setup import RETRY_SECONDS, TOO_MANY, ConnectionSetup, break_off, close_after, close_now
 from trioserve.http.counters import ConnectionRefusal, StreamRefusal
-from trioserve.http.exchange import HeaderFields, WebSocket
+from trioserve.http.exchange import HeaderFields, RequestHead, WebSocket, encode_fields
 from trioserve.http.handler_call import JSON_FIELDS, call_handler, refusal_body
 from trioserve.http.http1.exchange import H11Exchange, H11WebSocketWire
 from trioserve.http.http1.protocol import BadHead, EncodedFields, H1Protocol
-from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.pace import ResponsePace
-from trioserve.http.websocket.messages import handshake_fault, upgrade_fields
+from trioserve.http.websocket_messages import handshake_fault, upgrade_fields
 from trioserve.trio_tools.tcp_stream import SendsAtOnce
 
 if TYPE_CHECKING:
-    from trioserve.http.websocket.framed import FramedWebSocket
+    from trioserve.http.framed_websocket import FramedWebSocket
 
 __all__ = ["H11Connection"]
 
@@ -255,7 +254,7 @@ class H11Connection:
 
     async def switch_to_websocket(self, exchange: H11Exchange, fields: EncodedFields) -> WebSocket:
         # The first websocket loads wsproto.
-        from trioserve.http.websocket.framed import FramedWebSocket
+        from trioserve.http.framed_websocket import FramedWebSocket
 
         assert self._nursery is not None
         setup = self._setup

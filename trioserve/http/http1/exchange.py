@@ -10,12 +10,20 @@ from typing import Protocol
 import trio
 
 from trioserve.http.body_budget import BodyShare, decoded_body
-from trioserve.http.exchange import Beats, BodyTimeout, Exchange, HeaderFields, ResponseState, WebSocket
+from trioserve.http.exchange import (
+    Beats,
+    BodyTimeout,
+    Exchange,
+    HeaderFields,
+    RequestHead,
+    ResponseState,
+    WebSocket,
+    encode_fields,
+)
 from trioserve.http.http1.protocol import EncodedFields, H1Protocol, interim_response
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.pace import BodyPace, ResponsePace
-from trioserve.http.websocket.messages import accept_fields, upgrade_fields
+from trioserve.http.websocket_messages import accept_fields, upgrade_fields
 from trioserve.trio_tools.tcp_stream import SendsAtOnce
 
 __all__ = ["ExchangeOwner", "H11Exchange", "H11WebSocketWire"]

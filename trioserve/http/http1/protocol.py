@@ -11,9 +11,8 @@ import re
 import h11
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.http.exchange import HeaderFields, Headers
-from trioserve.http.message_head import REASONS, RequestHead, split_target
-from trioserve.http.websocket.messages import asks_for_websocket
+from trioserve.http.exchange import REASONS, HeaderFields, Headers, RequestHead, split_target
+from trioserve.http.websocket_messages import asks_for_websocket
 
 __all__ = ["BadHead", "ChunkSizes", "H1Protocol", "plain_request"]
 

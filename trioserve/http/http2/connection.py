@@ -24,17 +24,17 @@ from h2.settings import SettingCodes
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.connection_setup import ConnectionSetup, break_off, close_after, close_now
 from trioserve.http.counters import ConnectionRefusal, StreamRefusal
+from trioserve.http.exchange import printable
 from trioserve.http.handler_call import JSON_FIELDS, call_handler, refusal_body
 from trioserve.http.http2.frames import PING, PREFACE, Flood, FrameGate, frame, goaway_frame
 from trioserve.http.http2.protocol import error_code_of, initiated_protocol, refusal_of, request_head
 from trioserve.http.http2.stream import H2Outbox, H2Stream
-from trioserve.http.message_head import printable
 from trioserve.http.pace import RateBucket
-from trioserve.http.websocket.messages import handshake_fault
+from trioserve.http.websocket_messages import handshake_fault
 from trioserve.trio_tools.tcp_stream import TcpStream
 
 if TYPE_CHECKING:
-    from trioserve.http.websocket.framed import FramedWebSocket
+    from trioserve.http.framed_websocket import FramedWebSocket
 
 __all__ = ["H2Connection"]
 
@@ -232,7 +232,7 @@ class H2Connection:
 
     def new_websocket(self, stream: H2Stream) -> FramedWebSocket:
         # The first websocket loads wsproto.
-        from trioserve.http.websocket.framed import FramedWebSocket
+        from trioserve.http.framed_websocket import FramedWebSocket
 
         websocket = FramedWebSocket(
             stream, stream.scope, self._setup, self._nursery, is_known=stream.is_known, peer=self._peer

@@ -26,10 +26,9 @@ from hpack.huffman_table import HUFFMAN_COMPLETE, HUFFMAN_EMIT_SYMBOL, HUFFMAN_F
 from hpack.table import HeaderTable, table_entry_size
 
 from trioserve.http.counters import ConnectionRefusal
-from trioserve.http.exchange import Headers
+from trioserve.http.exchange import Headers, RequestHead, split_target
 from trioserve.http.http2.frames import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, Flood, frame
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.message_head import RequestHead, split_target
 
 __all__ = [
     "FieldDecoder",

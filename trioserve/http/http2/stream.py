@@ -13,15 +13,22 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from trioserve.http.body_budget import BodyShare, decoded_body
-from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields, ResponseState, WebSocket
+from trioserve.http.exchange import (
+    BodyTimeout,
+    Exchange,
+    HeaderFields,
+    RequestHead,
+    ResponseState,
+    WebSocket,
+    encode_fields,
+)
 from trioserve.http.http2.frames import FrameGate
 from trioserve.http.http2.protocol import H2Protocol
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.pace import BodyPace, ResponsePace
 
 if TYPE_CHECKING:
-    from trioserve.http.websocket.framed import FramedWebSocket
+    from trioserve.http.framed_websocket import FramedWebSocket
 
 __all__ = ["H2Outbox", "H2Stream", "StreamOwner"]
 

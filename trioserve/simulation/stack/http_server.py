@@ -14,8 +14,7 @@ import trio
 
 from trioserve.api.routes import App
 from trioserve.contracts.events import AbortOutcome
-from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.http.exchange import Exchange
+from trioserve.http.exchange import ClockAndIds, Exchange
 from trioserve.http.http2.stream import H2Stream
 from trioserve.http.server import FrontendServer
 from trioserve.simulation.stack.http_connection import WatchedEnd

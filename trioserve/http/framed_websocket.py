@@ -12,7 +12,7 @@ import trio
 from trioserve.http.connection_setup import TIMER_SECONDS, ConnectionSetup
 from trioserve.http.counters import ConnectionRefusal
 from trioserve.http.exchange import WebSocket
-from trioserve.http.websocket.messages import Broken, MessageReader, UnreadMessages
+from trioserve.http.websocket_messages import Broken, MessageReader, UnreadMessages
 
 __all__ = ["FramedWebSocket", "WebSocketWire"]
 

@@ -8,8 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from trioserve.api.error_responses import Refusal, refusal
-from trioserve.api.files.stored_files import (
+from trioserve.api.batches.stored_files import (
     FILE_KIND,
     PURPOSES,
     File,
@@ -24,6 +23,7 @@ from trioserve.api.files.stored_files import (
     record_of,
     required_store,
 )
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.form import INLINE_BYTES_MAX, LIST_FIELDS, Form, Query, parsed_form
 from trioserve.api.response import Response
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation
