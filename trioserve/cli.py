@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trioserve import __version__
-from trioserve.commands.option_groups import CHECK_OPTIONS, GROUPS, PLACED_OPTIONS, TERMINAL_OPTIONS, Parser
+from trioserve.commands.option_groups import (
+    CHECK_OPTIONS,
+    GROUPS,
+    PLACED_OPTIONS,
+    TERMINAL_OPTIONS,
+    Parser,
+    without_vllm_flags,
+)
 from trioserve.commands.program_end import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -21,7 +28,6 @@ from trioserve.commands.program_end import (
     limit_message,
     prepare_program,
 )
-from trioserve.commands.vllm_flags import without_vllm_flags
 from trioserve.config import Config, add_arguments, config_from
 from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
@@ -434,7 +440,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, kind=Config)
-    from trioserve.commands.chat.run import ChatPlace, run_chat
+    from trioserve.commands.chat import ChatPlace, run_chat
     from trioserve.commands.terminal import SamplingOptions
 
     place = None
@@ -486,8 +492,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from trioserve.commands.remote import RemoteServer
-    from trioserve.commands.top import run_top
+    from trioserve.commands.remote import RemoteServer, run_top
 
     server = RemoteServer.from_arguments(arguments.url, arguments.api_key)
     return run_top(server, interval=arguments.interval, as_json=arguments.json)

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import trio
 
-from trioserve.commands.chat.answers import Answer, ServerAnswers
-from trioserve.commands.chat.run import COMMANDS, Conversation, Line, line_of
+from trioserve.commands.chat import COMMANDS, Answer, Conversation, Line, ServerAnswers, line_of
 from trioserve.commands.remote import ServerFailed
 from trioserve.testing.memory_server import open_memory_server
 

@@ -6,17 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from trioserve.commands.chat import run
+from trioserve.commands import chat
 
 
 async def test_single_ctrl_c_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch):
-    prompt = object.__new__(run.TerminalTyping)
+    prompt = object.__new__(chat.TerminalTyping)
     prompt._session = SimpleNamespace(app=SimpleNamespace(is_running=False))
     prompt._waiting, prompt._was_interrupted, prompt._is_leaving = [], False, False
-    typed = iter((run.INTERRUPTED, "hello"))
+    typed = iter((chat.INTERRUPTED, "hello"))
 
-    def ask(self: run.TerminalTyping) -> str | None:
+    def ask(self: chat.TerminalTyping) -> str | None:
         return None if self._is_leaving else next(typed)
 
-    monkeypatch.setattr(run.TerminalTyping, "_prompt", ask)
+    monkeypatch.setattr(chat.TerminalTyping, "_prompt", ask)
     assert await prompt.read() == "hello"

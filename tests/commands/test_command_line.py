@@ -15,8 +15,15 @@ import pytest
 
 from trioserve import cli
 from trioserve.commands import serve
-from trioserve.commands.option_groups import GROUPS, TERMINAL_OPTIONS
-from trioserve.commands.vllm_flags import FLAGS, REFUSED_SWITCHES, REWRITTEN, SWITCHES, without_vllm_flags
+from trioserve.commands.option_groups import (
+    FLAGS,
+    GROUPS,
+    REFUSED_SWITCHES,
+    REWRITTEN,
+    SWITCHES,
+    TERMINAL_OPTIONS,
+    without_vllm_flags,
+)
 from trioserve.config import Config, config_from
 from trioserve.contracts.errors import StartupError
 from trioserve.options.option import options_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trioserve.commands import doctor
-from trioserve.commands.processor import processor_name
+from trioserve.commands.doctor import processor_name
 from trioserve.contracts.extras import install_command
 from trioserve_kernels import build
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from trioserve.commands.tracing import open_tracing
+from trioserve.commands.serving import open_tracing
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER

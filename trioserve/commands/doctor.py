@@ -18,13 +18,12 @@ from typing import Literal
 import msgspec
 
 from trioserve import __version__
-from trioserve.commands.processor import processor_name
 from trioserve.contracts.extras import Extra, install_command
 from trioserve.model.device import has_torch
 from trioserve.model.gpu import driver_version, has_cuda_driver, why_no_gpu
 from trioserve.model.loading.default_model import find_default_model
 
-__all__ = ["Finding", "findings", "print_findings", "run_doctor"]
+__all__ = ["Finding", "findings", "print_findings", "processor_name", "run_doctor"]
 
 PORT = 8000
 MEMORY_BYTES_MIN = 2 * 2**30  # The bundled model with a small KV cache needs less than 1 GiB.
@@ -178,3 +177,20 @@ def _port() -> Finding:
         except OSError as error:
             return Finding("port", "absent", f"{PORT} cannot be used: {error.strerror}", "use another port: --port N")
     return Finding("port", "ok", f"{PORT} is free")
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of the processor and the number of cores that this process may use.
+
+    Args:
+        cpuinfo: file to read, with the format of /proc/cpuinfo. If it does not exist, the name of the architecture is
+            returned.
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = " ".join(next(names, platform.machine() or "unknown").split())
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{name}, {count} core{'s' if count > 1 else ''}"

@@ -25,12 +25,12 @@ from trioserve.commands.serving import (
     check_front,
     frontend_limits,
     open_places,
+    open_tracing,
     page_settings,
     run_until_signal,
     server_tls,
     server_urls,
 )
-from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole

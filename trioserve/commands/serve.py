@@ -26,22 +26,23 @@ from trioserve.api.routes import App
 from trioserve.assemble import Loaded, open_configured_engine
 from trioserve.assemble_model import LoadReport, default_served_name
 from trioserve.commands.child_processes import ParentProcess
-from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.route import Routing, serve_router
 from trioserve.commands.serving import (
     access_rules,
     around_app,
     check_front,
+    check_front_end,
+    chosen_front_end,
     frontend_limits,
     open_places,
+    open_tracing,
     optional_path,
     page_settings,
     run_until_signal,
     server_tls,
 )
 from trioserve.commands.terminal import LoadingBar
-from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, make_config
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import StartupError

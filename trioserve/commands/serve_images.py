@@ -13,20 +13,21 @@ from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.assemble_images import open_configured_image_engine
 from trioserve.assemble_model import LoadReport
-from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.option_groups import GROUPS
 from trioserve.commands.serving import (
     access_rules,
     around_app,
     check_front,
+    check_front_end,
+    chosen_front_end,
     frontend_limits,
     open_places,
+    open_tracing,
     page_settings,
     server_tls,
 )
 from trioserve.commands.terminal import LoadingBar
-from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.media import ImageLimits

@@ -10,10 +10,10 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -25,6 +25,10 @@ from trioserve.commands.log_lines import announce, logging_to
 from trioserve.commands.program_end import StopSignals
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import install_command
+from trioserve.contracts.tracing import NO_TRACER, Tracer
+from trioserve.http.asgi.app import AsgiApp
+from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
 from trioserve.http.counters import show_counters
 from trioserve.http.cross_origin import CrossOrigin, checked_origins
 from trioserve.http.exchange import Handler
@@ -36,17 +40,26 @@ from trioserve.metrics.registry import Metrics
 from trioserve.options.server import ServerOptions
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interpreter import connections_within, freeze_loaded_objects, prepare_interpreter
+from trioserve.trio_tools.service import FrontEnd
+from trioserve.trio_tools.worker_thread import call_abandonable
+
+if TYPE_CHECKING:
+    from trioserve.tracing.otel import SpanCounts
 
 __all__ = [
     "NativeFrontEnd",
     "Places",
     "Serve",
+    "Tracing",
     "access_rules",
     "announce_serving",
     "around_app",
     "check_front",
+    "check_front_end",
+    "chosen_front_end",
     "frontend_limits",
     "open_places",
+    "open_tracing",
     "optional_path",
     "page_settings",
     "run_until_signal",
@@ -56,6 +69,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
 
 # 0.5 Mbit/s: the slowest connection at which a body of the maximum size still arrives within the time limit.
 SLOW_LINK_BYTES_PER_SECOND = 62_500
@@ -466,3 +480,156 @@ def tls_files(config: ServerOptions) -> list[Path]:
 
 def optional_path(name: str | None) -> Path | None:
     return None if name is None else Path(name)
+
+
+def check_front_end(config: Config) -> None:
+    """Check the options of the front end before a model is loaded.
+
+    Args:
+        config: options of the server.
+
+    Raises:
+        StartupError: Hypercorn cannot serve a Unix domain socket.
+    """
+    if config.uds is not None and config.frontend == "hypercorn":
+        raise StartupError("--uds is for the native front end: remove --frontend hypercorn, or use --host and --port")
+
+
+def chosen_front_end(
+    app: BaseApp[Any],
+    handler: Handler,
+    listeners: list[trio.SocketListener],
+    config: Config,
+    ssl_context: ssl.SSLContext | None,
+    metrics: Metrics,
+) -> FrontEnd:
+    """Create the front end that the options select.
+
+    Args:
+        app: HTTP app, which checks the API keys of callers.
+        handler: the same app, wrapped for CORS and the root path.
+        listeners: open listeners. The caller closes them.
+        config: options of the server.
+        ssl_context: TLS of the native front end. None without TLS.
+        metrics: registry that exposes the counters of the native front end.
+    """
+    if config.frontend == "hypercorn":
+        return _HypercornFrontEnd(handler, listeners, config)
+    server = FrontendServer(
+        handler, limits=frontend_limits(config), ssl_context=ssl_context, knows_caller=app.knows_caller
+    )
+    return NativeFrontEnd(server, listeners, metrics, config)
+
+
+class _HypercornFrontEnd:
+    """Hypercorn's Trio worker as a front end.
+
+    Hypercorn reads certificates only at its start. While it drains, its responses do not have `Connection: close`.
+    """
+
+    def __init__(self, handler: Handler, listeners: list[trio.SocketListener], config: Config) -> None:
+        self._app = AsgiApp(handler, frontend_limits(config))
+        self._listeners = listeners
+        self._config = config
+        self._is_draining = trio.Event()
+        self.drain = self._is_draining.set
+        self.announce_drain = self._app.announce_drain
+        self.wait_until_answered = self._app.wait_until_answered
+
+    def reload(self) -> None:
+        logger.warning("SIGHUP: Hypercorn reads certificates at its start only, restart the server for new ones")
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        config = self._config
+        await serve_with_hypercorn(
+            self._app,
+            self._listeners,
+            shutdown_trigger=self._is_draining.wait,
+            # Hypercorn's deadline is later than the deadline of the service, which first ends each request with an
+            # error event.
+            drain_seconds_max=config.drain_timeout + 2 * config.stopping_settings().grace_seconds_max,
+            limits=frontend_limits(config),
+            certificate=optional_path(config.ssl_certfile),
+            key=optional_path(config.ssl_keyfile),
+            ca_certificates=optional_path(config.ssl_ca_certs),
+            client_certificates=config.ssl_client_certs,
+            task_status=task_status,
+        )
+
+
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+# Time limit for sending the last spans. A collector that hangs must not block the end of the process.
+CLOSE_SECONDS_MAX = 5.0
+
+
+class Tracing:
+    """Tracing that is switched off. Its tracer records nothing."""
+
+    tracer: Tracer = NO_TRACER
+
+    def show(self, metrics: Metrics) -> None:
+        """Update the span metrics at each scrape. Does nothing if tracing is off.
+
+        Args:
+            metrics: registry that exposes the metrics.
+        """
+
+
+class _Exported(Tracing):
+    def __init__(self, tracer: Tracer, counts: Callable[[], SpanCounts]) -> None:
+        self.tracer = tracer
+        self._counts = counts
+
+    def show(self, metrics: Metrics) -> None:
+        shown = {"exported": 0, "failed": 0, "dropped": 0}
+
+        def show() -> None:
+            for outcome, count in self._counts()._asdict().items():
+                metrics.trace_spans_total.labels(outcome).inc(count - shown[outcome])
+                shown[outcome] = count
+
+        metrics.on_scrape(show)
+
+
+@asynccontextmanager
+async def open_tracing(config: ServerOptions, environment: Mapping[str, str] = os.environ) -> AsyncIterator[Tracing]:
+    """Send spans of requests to the collector inside of the scope, if tracing is on.
+
+    The exit of the scope waits up to CLOSE_SECONDS_MAX until the last spans are sent. A cancelled scope drops them.
+
+    Args:
+        config: options of the server.
+        environment: environment variables.
+
+    Raises:
+        StartupError: --otlp-endpoint is set, but OpenTelemetry is not installed.
+    """
+    if not _is_on(config, environment):
+        yield Tracing()
+        return
+    try:
+        from trioserve.tracing.otel import OtelTracing
+    except ImportError as error:
+        if config.otlp_endpoint is not None:
+            raise StartupError(
+                f"--otlp-endpoint is set, and {error.name} is not installed: {install_command('otel')}"
+            ) from None
+        logger.warning("requests are not traced: %s is not installed (%s)", error.name, install_command("otel"))
+        yield Tracing()
+        return
+    otel = OtelTracing(endpoint=config.otlp_endpoint, sample=config.trace_sample)
+    try:
+        yield _Exported(otel.tracer, otel.counts)
+    finally:
+        with trio.move_on_after(CLOSE_SECONDS_MAX) as closing:
+            await call_abandonable(otel.close, thread_name="trace-export-end")
+        if closing.cancelled_caught:
+            logger.warning("the last spans were not sent: the collector did not accept them in %g s", CLOSE_SECONDS_MAX)
+
+
+def _is_on(config: ServerOptions, environment: Mapping[str, str]) -> bool:
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    if config.otlp_endpoint is not None:
+        return True
+    return environment.get("OTEL_TRACES_EXPORTER") != "none" and any(map(environment.get, ENDPOINT_VARIABLES))

@@ -16,8 +16,8 @@ import trio
 
 from trioserve.assemble import Loaded, open_configured_engine
 from trioserve.assemble_model import LoadProgress, LoadReport
+from trioserve.commands.doctor import processor_name
 from trioserve.commands.log_lines import announce, status_stream
-from trioserve.commands.processor import processor_name
 from trioserve.commands.program_end import EXIT_INTERRUPTED
 from trioserve.config import Config
 from trioserve.contracts.events import FinishReason
