@@ -104,7 +104,7 @@ CACHES = {
     ("ranks/group.py", "_orders"): NOT_A_CACHE,
     ("router/queues.py", "_lines"): NOT_A_CACHE,
     ("router/queues.py", "tenants"): NOT_A_CACHE,
-    ("ranks/plan_wire.py", "_sampling"): "decoding an entry takes 0.1 ms at most, inside of a step that all share",
+    ("ranks/messages.py", "_sampling"): "decoding an entry takes 0.1 ms at most, inside of a step that all share",
     ("http/http2/protocol.py", "_name_part"): "names of headers of responses, each in less than a microsecond",
     ("http/exchange.py", "_date"): OF_SERVER,
     ("api/images/image_routes.py", "_openapi_json"): OF_SERVER,

@@ -79,7 +79,7 @@ ROOMS = {
         rooms=words("contracts trio_tools"),
         packages=words("torch trio nixl numpy"),
         only_in={
-            "trio": words("copying.py loopback.py transport.py peer_connection.py holder.py reader.py wire.py nixl.py"),
+            "trio": words("copying.py loopback.py transport.py peer_connection.py holder.py reader.py nixl.py"),
             "nixl": words("nixl_agent.py"),
         },
     ),
@@ -150,7 +150,7 @@ ROOMS = {
         # The simulation of several routers imports testing and simulation.
         rooms=EVERY_ROOM | words("testing simulation"),
         packages=words("trio h2 h11 torch numpy tokenizers transformers diffusers trioserve_kernels"),
-        only_in={"transformers": words("transformers_steps.py"), "diffusers": words("image_load.py")},
+        only_in={"transformers": words("transformers_steps.py"), "diffusers": words("image_bench.py")},
     ),
     "testing": Room(
         rooms=EVERY_ROOM,
@@ -168,7 +168,7 @@ ROOMS = {
 TOP_FILES = words(
     "__init__ __main__ asgi assemble assemble_compute assemble_engines assemble_images assemble_model "
     "assemble_ranks "
-    "cli commands config options ray ray_engines ray_ranks rollouts"
+    "cli commands config options ray ray_engines rollouts"
 )
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
@@ -179,9 +179,7 @@ COMMANDS_THAT_PRETEND = words(
 # These files may import torch at module level. All other files of these packages also run with native kernels, without
 # torch. They import torch inside of functions, once torch is selected as the backend.
 TORCH_FILES = {
-    "bench.inside": words(
-        "gpu/command.py gpu/kernel_checks.py gpu/kernel_times.py gpu/machine.py gpu/steps.py gpu/transformers_steps.py"
-    ),
+    "bench.inside": words("gpu/command.py gpu/kernel_checks.py gpu/machine.py gpu/steps.py gpu/transformers_steps.py"),
     "model": words(
         "attention.py audio_tower.py decoder.py device_sampler.py diffusion/beginning.py diffusion/components.py "
         "diffusion/families/dit.py diffusion/families/flux.py diffusion/families/pixart.py "

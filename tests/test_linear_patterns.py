@@ -30,7 +30,7 @@ MARKERS = ("<tool_call>", "</tool_call>", "[", "\n")
 LOCALS: dict[str, dict[str, Any]] = {
     "api/route_table.py": {"operation": SimpleNamespace(id_has_slashes=False), "parts": ["/v1/", "/a"]},
     "model/loading/default_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
-    "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
+    "testing/scripted_model.py": {"rule": SimpleNamespace(says="hello")},
     "text/reasoning_state.py": {"markers": "<think>|</think>"},
     "text/request_texts.py": {"first": "\U000f0000", "last": "\U000ffffd", "tokens": MARKERS},
     "text/restraints.py": {"names": MARKERS},

@@ -21,8 +21,7 @@ from trioserve.assemble_model import LoadProgress, LoadReport, LoggedProgress, M
 from trioserve.assemble_ranks import RankedModel
 from trioserve.asyncio.engine import Engine as AsyncioEngine
 from trioserve.asyncio.engine import for_asyncio
-from trioserve.connectors.registry import find_connector
-from trioserve.connectors.settings import ConnectorSettings, connector_settings
+from trioserve.connectors.settings import ConnectorSettings, connector_settings, find_connector
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
 from trioserve.core.engine import EngineCore

@@ -29,8 +29,7 @@ from trioserve.ranks.group import open_ranks
 from trioserve.ranks.host import free_port, host_ranks
 from trioserve.ranks.messages import DraftSetup, Progress, RankSetup
 from trioserve.ranks.placed import PlacedRanks, RanksWanted, placed_ranks
-from trioserve.ranks.ranked_runner import RankedRunner
-from trioserve.ranks.ranked_weights import RankedWeights
+from trioserve.ranks.ranked_runner import RankedRunner, RankedWeights
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.worker_thread import WorkerThread
 

@@ -11,8 +11,15 @@ import pytest
 
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.testing.scripted_chat import FAMILIES, Call, Rule, ScriptedChat, chat_template
-from trioserve.testing.scripted_model import PreferringModel, UncheckedExecutor
+from trioserve.testing.scripted_model import (
+    FAMILIES,
+    Call,
+    PreferringModel,
+    Rule,
+    ScriptedChat,
+    UncheckedExecutor,
+    chat_template,
+)
 
 USER = {"role": "user", "content": "Weather in Oslo, please"}
 TOOL = {

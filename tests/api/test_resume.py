@@ -17,8 +17,15 @@ import trio
 from trioserve.http.exchange import ClockAndIds
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
-from trioserve.testing.scripted_chat import FAMILIES, Call, Rule, ScriptedChat, chat_template
-from trioserve.testing.scripted_model import PreferringModel, UncheckedExecutor
+from trioserve.testing.scripted_model import (
+    FAMILIES,
+    Call,
+    PreferringModel,
+    Rule,
+    ScriptedChat,
+    UncheckedExecutor,
+    chat_template,
+)
 
 from .resume_client import ASKED, USAGE, groups_of, merged_message, merged_response, resume_after, said
 

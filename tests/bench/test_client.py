@@ -16,8 +16,7 @@ import trio
 import trio.testing
 import trustme
 
-from trioserve.bench.client import Client, FailureKind, Http1Client, receive, stream_opener
-from trioserve.bench.http2 import Http2Client
+from trioserve.bench.client import Client, FailureKind, Http1Client, Http2Client, receive, stream_opener
 from trioserve.bench.settings import Target
 
 both = pytest.mark.parametrize("http", [1, 2])

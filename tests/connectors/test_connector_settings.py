@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from trioserve.config import make_config
-from trioserve.connectors import registry
-from trioserve.connectors.registry import find_connector
-from trioserve.connectors.settings import connector_settings
+from trioserve.connectors import settings as connector_module
+from trioserve.connectors.settings import connector_settings, find_connector
 from trioserve.contracts.errors import StartupError
 
 NO_CONNECTOR = "trioserve.testing.scripted_connector:NoConnector"
@@ -95,19 +94,21 @@ def test_unknown_connector_is_refused_with_a_list_of_connectors():
 
 def test_entry_points_match_the_connectors_of_the_source_tree():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["entry-points"]["trioserve.connectors"] == registry.OWN_CONNECTORS
+    assert project["entry-points"]["trioserve.connectors"] == connector_module.OWN_CONNECTORS
 
 
 def test_connector_of_another_package_is_found_by_its_entry_point(monkeypatch):
     entry = EntryPoint(name="mine", value=NO_CONNECTOR, group="trioserve.connectors")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "trioserve.connectors" else [])
+    monkeypatch.setattr(
+        connector_module, "entry_points", lambda group: [entry] if group == "trioserve.connectors" else []
+    )
     assert find_connector("mine").__name__ == "NoConnector"
 
 
 def test_entry_point_does_not_replace_an_included_connector(monkeypatch):
     entry = EntryPoint(name="tcp", value=NO_CONNECTOR, group="trioserve.connectors")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
-    monkeypatch.setattr(registry, "OWN_CONNECTORS", {"tcp": "trioserve.connectors.registry:find_connector"})
+    monkeypatch.setattr(connector_module, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(connector_module, "OWN_CONNECTORS", {"tcp": "trioserve.connectors.settings:find_connector"})
     assert find_connector("tcp") is find_connector
 
 
@@ -120,6 +121,6 @@ def test_entry_point_does_not_replace_an_included_connector(monkeypatch):
     ],
 )
 def test_connector_that_cannot_be_imported_is_refused_with_advice(monkeypatch, name, place, says):
-    monkeypatch.setattr(registry, "OWN_CONNECTORS", {name: place})
+    monkeypatch.setattr(connector_module, "OWN_CONNECTORS", {name: place})
     with pytest.raises(StartupError, match=says):
         find_connector(name)

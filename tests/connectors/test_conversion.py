@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trioserve.connectors.conversion import convert, objection_to
+from trioserve.connectors.stream.staging import convert, objection_to
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.model import number_formats
 

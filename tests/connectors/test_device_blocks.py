@@ -19,7 +19,7 @@ from trioserve.connectors import loopback, nixl
 from trioserve.connectors.host.transport import make_connector as make_host_connector
 from trioserve.connectors.loopback import make_connector as make_loopback_connector
 from trioserve.connectors.nixl_agent import AgentError
-from trioserve.connectors.stream import staging, transfers
+from trioserve.connectors.stream import policy, staging
 from trioserve.connectors.stream.transport import make_connector as make_tcp_connector
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
@@ -27,7 +27,7 @@ from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, KVLayout, 
 from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.between_steps import ThreadedCopies
-from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT, MemoryPages
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 LAYOUT = msgspec.structs.replace(SMALL_LAYOUT, layer_count=5)
@@ -138,7 +138,7 @@ async def _run(side: Engine, *, task_status: trio.TaskStatus[None]) -> None:
 
 @pytest.fixture(autouse=True)
 def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "RETRY_SECONDS", (0.0,) * 5)  # Only test_policy.py tests the delays of retries.
+    monkeypatch.setattr(policy, "RETRY_SECONDS", (0.0,) * 5)  # Only test_policy.py tests the delays of retries.
 
 
 def request(name: str, token_count: int, params: KVTransferParams | None = None) -> EngineRequest:

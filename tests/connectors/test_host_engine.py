@@ -27,9 +27,9 @@ from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve.simulation.reference_engine import ReferenceEngine, poor_hash
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.invariants import check_core, check_idle
-from trioserve.testing.memory_pages import SMALL_LAYOUT
 
 SIZE = SMALL_LAYOUT.block_size
 

@@ -17,7 +17,7 @@ from trioserve.connectors.host.block_files import BlockFiles, FileUnusable, Proo
 from trioserve.connectors.host.copying import block_bytes
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.ids import BlockHash
-from trioserve.testing.memory_pages import SMALL_LAYOUT
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT
 
 NAME = BlockHash(bytes(range(16)))
 PROOF = Proofs(None, range(4), 4).of(0)

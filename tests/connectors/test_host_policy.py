@@ -21,7 +21,7 @@ from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Releas
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.simulation.reference_engine import poor_hash
-from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT, MemoryPages
 
 SIZE = SMALL_LAYOUT.block_size
 BLOCK_BYTES = block_bytes(SMALL_LAYOUT)

@@ -24,7 +24,7 @@ from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, Loaded, LoadFailed, Released
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT, MemoryPages
 
 SIZE = SMALL_LAYOUT.block_size
 FOREIGN = 999

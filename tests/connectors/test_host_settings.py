@@ -10,7 +10,7 @@ import pytest
 from trioserve.connectors.host.block_files import BlockFiles
 from trioserve.connectors.host.policy import HostSettings, host_settings_from
 from trioserve.contracts.errors import StartupError
-from trioserve.testing.memory_pages import SMALL_LAYOUT
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT
 
 
 @pytest.mark.parametrize(

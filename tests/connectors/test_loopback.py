@@ -24,8 +24,7 @@ from trioserve.contracts.kv_transfer import (
     TransferEvent,
 )
 from trioserve.contracts.request import KVTransferParams
-from trioserve.testing.connector_conformance.side import is_same, kv_of, make_request
-from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT, MemoryPages, is_same, kv_of, make_request
 
 TOKENS = tuple(range(20))  # The prompt fills five blocks.
 WANTED = KVTransferParams(do_remote_decode=True)

@@ -18,7 +18,7 @@ from trioserve.connectors import nixl
 from trioserve.connectors import nixl as nixl_connector
 from trioserve.connectors.nixl import NixlConnector, NixlOptions, Places, make_connector
 from trioserve.connectors.nixl_agent import AgentError, Region, regions_of
-from trioserve.connectors.stream import transfers
+from trioserve.connectors.stream import policy
 from trioserve.connectors.stream.options import read_options
 from trioserve.connectors.stream.reader import BROKE_OFF
 from trioserve.contracts.errors import StartupError
@@ -27,7 +27,7 @@ from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, KVLayout, Loaded, LoadFailed, Released
 from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT, MemoryPages
 
 COUNT = 15
 BLOCKS_THERE, BLOCKS_HERE = [3, 0, 2, 1], [4, 6, 5, 7]
@@ -97,7 +97,7 @@ def fake_agent(monkeypatch):
     monkeypatch.setattr(nixl, "Agent", FakeAgent)
     monkeypatch.setattr(nixl, "_never_freed", [])
     monkeypatch.setattr(nixl_connector, "find_spec", lambda name: object())
-    monkeypatch.setattr(transfers, "RETRY_SECONDS", (0.0,) * 5)  # Only test_policy.py tests the delays of retries.
+    monkeypatch.setattr(policy, "RETRY_SECONDS", (0.0,) * 5)  # Only test_policy.py tests the delays of retries.
 
 
 class Engine:

@@ -9,9 +9,8 @@ import pytest
 
 from trioserve.connectors.stream.frames import Tell
 from trioserve.connectors.stream.options import StreamOptions
-from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.policy import RETRIES_MAX, Load, StreamPolicy, proof_of
 from trioserve.connectors.stream.signature import Source, origin_of, signed
-from trioserve.connectors.stream.transfers import RETRIES_MAX, Load, proof_of
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import (
@@ -26,7 +25,7 @@ from trioserve.contracts.kv_transfer import (
 from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.metrics.registry import CATALOGUE
-from trioserve.testing.memory_pages import MemoryPages
+from trioserve.testing.connector_conformance.side import MemoryPages
 
 HERE = Source("127.0.0.1", 7000, "far")
 KEY = b"of all engines"

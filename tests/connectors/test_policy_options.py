@@ -8,7 +8,7 @@ from trioserve.connectors.stream.options import StreamOptions, is_loopback, read
 from trioserve.connectors.stream.transport import make_connector
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup
-from trioserve.testing.memory_pages import MemoryPages
+from trioserve.testing.connector_conformance.side import MemoryPages
 
 
 def make(options):

@@ -15,20 +15,19 @@ import trio
 import trio.testing
 import trustme
 
-from trioserve.connectors.stream import transfers
+from trioserve.connectors.stream import policy
 from trioserve.connectors.stream.frames import Kind, Tell, frame
-from trioserve.connectors.stream.peer_connection import Identity, greet_holder
+from trioserve.connectors.stream.peer_connection import Identity, MayNot, SocketWire, greet_holder
 from trioserve.connectors.stream.reader import BROKE_OFF
 from trioserve.connectors.stream.signature import signed
 from trioserve.connectors.stream.transport import TcpConnector, dual_listener, make_connector
-from trioserve.connectors.stream.wire import MayNot, SocketWire
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVLayout, Loaded, LoadFailed, Released
 from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT, MemoryPages
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 EIGHT_BITS = msgspec.structs.replace(SMALL_LAYOUT, kv_head_count=3, head_dim=48, dtype="int8")
@@ -108,7 +107,7 @@ def is_equal(there: Engine, here: Engine) -> bool:
 
 @pytest.fixture(autouse=True)
 def _retries_at_once(monkeypatch):
-    monkeypatch.setattr(transfers, "RETRY_SECONDS", (0.0,) * 5)  # Only test_policy.py tests the delays of retries.
+    monkeypatch.setattr(policy, "RETRY_SECONDS", (0.0,) * 5)  # Only test_policy.py tests the delays of retries.
 
 
 @pytest.fixture

@@ -33,8 +33,11 @@ from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,
     Identity,
+    MayNot,
     PeerConnection,
     Refused,
+    StreamWire,
+    Wire,
     greet_holder,
     greet_reader,
     is_proof,
@@ -42,17 +45,15 @@ from trioserve.connectors.stream.peer_connection import (
     make_proof,
     receive_head,
 )
-from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.policy import StreamPolicy, proof_of
 from trioserve.connectors.stream.reader import BROKE_OFF, Reader
 from trioserve.connectors.stream.signature import Source
-from trioserve.connectors.stream.transfers import proof_of
-from trioserve.connectors.stream.wire import MayNot, StreamWire, Wire
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, Loaded, LoadFailed, Released, StillRead
 from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.testing.connector_conformance.side import SMALL_LAYOUT, MemoryPages
 
 KEY = b"0123456789abcdef"
 GREETING = msgspec.msgpack.encode(make_greeting("e", SMALL_LAYOUT))

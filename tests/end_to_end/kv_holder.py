@@ -12,13 +12,13 @@ from functools import partial
 import msgspec
 import trio
 
-from trioserve.connectors.registry import find_connector
+from trioserve.connectors.settings import find_connector
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVLayout, Released
 from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.testing.memory_pages import MemoryPages
+from trioserve.testing.connector_conformance.side import MemoryPages
 
 LAYOUT = KVLayout(model="m", layer_count=6, block_size=16, kv_head_count=3, head_dim=64, dtype="bfloat16")
 SEED = 11

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 import trio
 
-from trioserve.connectors.registry import find_connector
+from trioserve.connectors.settings import find_connector
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, Loaded, LoadFailed
 from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.testing.memory_pages import MemoryPages
+from trioserve.testing.connector_conformance.side import MemoryPages
 
 SECONDS_MAX = 60  # The limit is long, because other work may use the machine.
 NEEDS_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")

@@ -18,9 +18,9 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.inline_work import seeded_schedule
 from trioserve.testing.invariants import check_core
 from trioserve.testing.scripted_connector import ScriptedConnector
-from trioserve.testing.task_order import seeded_schedule
 
 CLIENTS = 24
 HOLD_SECONDS, LOAD_SECONDS = 1.0, 0.5

@@ -22,7 +22,7 @@ import trio.testing
 from trioserve import assemble, assemble_compute, assemble_model
 from trioserve.assemble_model import ModelFiles
 from trioserve.config import Config, make_config
-from trioserve.connectors import registry
+from trioserve.connectors import settings as connector_module
 from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
 from trioserve.contracts.prompt import ChatPrompt
@@ -33,8 +33,8 @@ from trioserve.model.settings import ModelSettings
 from trioserve.options.engine import EngineOptions
 from trioserve.options.option import options_of
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
+from trioserve.testing.connector_conformance.side import MemoryPages
 from trioserve.testing.fake_executor import FakeExecutor
-from trioserve.testing.memory_pages import MemoryPages
 from trioserve.testing.scripted_connector import ScriptedConnector
 
 Report = Callable[[int, int], None]
@@ -694,7 +694,7 @@ def make_connector(setup: ConnectorSetup) -> ScriptedConnector:
 
 @pytest.fixture
 def with_connector(runner_class, monkeypatch):
-    monkeypatch.setattr(registry, "OWN_CONNECTORS", {"mine": "its.own.package:make_connector"})
+    monkeypatch.setattr(connector_module, "OWN_CONNECTORS", {"mine": "its.own.package:make_connector"})
     monkeypatch.setitem(sys.modules, "its", types.ModuleType("its"))
     monkeypatch.setitem(sys.modules, "its.own", types.ModuleType("its.own"))
     monkeypatch.setitem(sys.modules, "its.own.package", types.SimpleNamespace(make_connector=make_connector))

@@ -11,8 +11,7 @@ from trioserve.api.routes import App
 from trioserve.http.exchange import ClockAndIds
 from trioserve.http.server import FrontendServer
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.testing.memory_client import MemoryClient
-from trioserve.testing.memory_stream import memory_connection
+from trioserve.testing.memory_client import MemoryClient, memory_connection
 
 
 @pytest.mark.parametrize("http", [1, 2])

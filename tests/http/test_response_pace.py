@@ -11,7 +11,7 @@ import trio
 from trioserve.http.asgi.app import AsgiApp
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.pace import ResponsePace
-from trioserve.testing.memory_stream import memory_connection
+from trioserve.testing.memory_client import memory_connection
 
 WAIT = FrontendLimits().stall_seconds_max
 PIECE_BYTES = 1500  # A piece is larger than stream_buffer_bytes_max of these tests.

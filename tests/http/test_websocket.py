@@ -15,7 +15,7 @@ from trioserve.http.counters import StreamRefusal, show_counters
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
-from trioserve.testing.memory_stream import memory_connection
+from trioserve.testing.memory_client import memory_connection
 from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed, WebSocketRefused
 
 PASSES_MAX = 6

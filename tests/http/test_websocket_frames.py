@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from trioserve.http.counters import ConnectionRefusal
-from trioserve.testing.memory_stream import memory_connection
+from trioserve.testing.memory_client import memory_connection
 from trioserve.testing.memory_websocket import MemoryWebSocket
 
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10

@@ -10,7 +10,7 @@ import trio
 import wsproto.utilities
 
 from trioserve.contracts.errors import TrioserveError
-from trioserve.testing.memory_stream import memory_connection
+from trioserve.testing.memory_client import memory_connection
 from trioserve.testing.memory_websocket import Http2Tunnel, MemoryWebSocket
 
 CLIENT_ERRORS = (

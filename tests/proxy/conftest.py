@@ -10,9 +10,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.testing.memory_router import MemoryRouter, open_memory_router
+from trioserve.testing.memory_router import MemoryRouter, open_memory_router, open_scripted_endpoints
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
-from trioserve.testing.scripted_endpoint import open_scripted_endpoints
 
 
 class Setup:

@@ -13,7 +13,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId, PairOutcome
-from trioserve.testing.scripted_endpoint import Ask, ScriptedEndpoints
+from trioserve.testing.memory_router import Ask, ScriptedEndpoints
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"

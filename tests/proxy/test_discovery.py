@@ -32,7 +32,7 @@ from trioserve.proxy.fleet import EndpointSpec, Fleet
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
-from trioserve.testing.memory_stream import memory_connection
+from trioserve.testing.memory_client import memory_connection
 
 
 @pytest.fixture

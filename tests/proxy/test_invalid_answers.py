@@ -19,9 +19,9 @@ from trioserve.contracts.errors import EndpointLost
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.response_shape import EventCheck, InvalidAnswer, check_whole, is_error
 from trioserve.router.policies import POLICIES
+from trioserve.testing.memory_client import memory_connection
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
-from trioserve.testing.memory_stream import memory_connection
 
 CHAT = "/v1/chat/completions"
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"

@@ -9,8 +9,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.proxy.endpoint_watch import WatchSettings
+from trioserve.testing.memory_client import MemoryEnd, memory_connection
 from trioserve.testing.memory_router import open_memory_router
-from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
 CHAT = "/v1/completions"
 

@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.testing.memory_stream import memory_connection
+from trioserve.testing.memory_client import memory_connection
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"

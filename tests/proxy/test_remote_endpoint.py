@@ -11,7 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupError
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint, Unreachable
-from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+from trioserve.testing.memory_client import MemoryEnd, memory_connection
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 

@@ -20,7 +20,7 @@ from trioserve.proxy.pushed_reports import (
 )
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.router.policies import KvAware
-from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+from trioserve.testing.memory_client import MemoryEnd, memory_connection
 
 A = EndpointId("a")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

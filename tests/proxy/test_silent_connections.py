@@ -10,8 +10,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.router.settings import SilenceSettings
+from trioserve.testing.memory_client import MemoryEnd
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
-from trioserve.testing.memory_stream import MemoryEnd
 
 CHAT = "/v1/completions"
 TEXT = "abcdefghijklmnopqrstuvwxyz" * 4

@@ -12,7 +12,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import CHOOSING_FIELDS, SamplingParams
 from trioserve.contracts.step import DraftTask, ScheduledChunk, StateSpan, StepPlan
 from trioserve.contracts.weights import AdapterRef
-from trioserve.ranks.plan_wire import PartialTokens, WirePlan, plan_from_wire, plan_to_wire
+from trioserve.ranks.messages import PartialTokens, WirePlan, plan_from_wire, plan_to_wire
 
 BLOCK_SIZE = 4
 PROMPT = tuple(range(100, 110))

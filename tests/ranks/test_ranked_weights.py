@@ -17,7 +17,7 @@ from trioserve.contracts.errors import InvalidRequest, RankLost, WeightsLost
 from trioserve.contracts.step import never_abandoned
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, SharedWeights
 from trioserve.ranks.messages import Answer, CheckWeights, ConfirmWeights, Refusal, WriteWeights
-from trioserve.ranks.ranked_weights import PART_BYTES, RankedWeights
+from trioserve.ranks.ranked_runner import PART_BYTES, RankedWeights
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 from .test_failures import step

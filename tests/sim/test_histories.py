@@ -8,6 +8,7 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import FinishReason
+from trioserve.simulation import models
 from trioserve.simulation.core.history import (
     Abort,
     Arrive,
@@ -26,7 +27,6 @@ from trioserve.simulation.core.history import (
     World,
 )
 from trioserve.simulation.images import core_simulator as iterative
-from trioserve.simulation.models import simulator as models
 from trioserve.simulation.router.history import (
     Add,
     Ask,
@@ -47,7 +47,7 @@ from trioserve.simulation.router.history import Arrive as ArriveAtRouter
 from trioserve.simulation.router.history import Drain as DrainRouter
 from trioserve.simulation.router.history import Fail as FailAtEndpoint
 from trioserve.simulation.router.history import Wait as WaitAtRouter
-from trioserve.simulation.router.routers_history import Back, Come, Die, Meet, Part, RoutersHistory, RoutersWorld
+from trioserve.simulation.router.routers_books import Back, Come, Die, Meet, Part, RoutersHistory, RoutersWorld
 from trioserve.simulation.runs import runs_of
 from trioserve.simulation.script import case_of, script_of
 from trioserve.simulation.stack.http_plan import Ask as AskOverHttp

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from trioserve.connectors.stream.transfers import Sends
+from trioserve.connectors.stream.policy import Sends
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer import HoldKind
-from trioserve.simulation.pair.history import (
+from trioserve.simulation.pair.host import (
     Come,
     Continue,
     Cut,

@@ -15,7 +15,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.simulation.runs import runs_of
 from trioserve.simulation.stack import http_server as stack_http_server
 from trioserve.simulation.stack.plan import drawn_stack_plan
-from trioserve.testing.task_order import SOURCE, SWITCH, seeded_schedule
+from trioserve.testing.inline_work import SOURCE, SWITCH, seeded_schedule
 
 MODES = [[], ["--stack"], ["--router"], ["--routers"], ["--pair"], ["--lasting"], ["--ranks"], ["--images"]]
 BOTH_PROTOCOLS = """\

@@ -14,9 +14,8 @@ from trioserve.commands.simulate import Row
 from trioserve.contracts.errors import StartupError
 from trioserve.router import policies
 from trioserve.router.endpoint_state import EndpointState
-from trioserve.simulation.router.routers_books import RoutersBooks, RoutersRow
+from trioserve.simulation.router.routers_books import Come, Die, RoutersBooks, RoutersRow, RoutersWorld
 from trioserve.simulation.router.routers_generator import Traffic, drawn_traffic
-from trioserve.simulation.router.routers_history import Come, Die, RoutersWorld
 
 FLEET = {"routers": 8, "endpoints": 8, "seats": 8, "leases_max": 12, "waiting_depth_max": 4}
 

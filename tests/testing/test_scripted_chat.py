@@ -14,8 +14,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing import open_memory_server
 from trioserve.testing.byte_tokenizer import END_TOKEN_ID, byte_tokenizer
-from trioserve.testing.scripted_chat import FAMILIES, Call, Rule, ScriptedChat, chat_template
-from trioserve.testing.scripted_model import PreferringModel
+from trioserve.testing.scripted_model import FAMILIES, Call, PreferringModel, Rule, ScriptedChat, chat_template
 
 WEATHER = {
     "type": "function",

@@ -17,7 +17,7 @@ from tests.text.conftest import CORPUS
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.testing.byte_tokenizer import byte_tokenizer
-from trioserve.testing.scripted_chat import FAMILIES, chat_template
+from trioserve.testing.scripted_model import FAMILIES, chat_template
 from trioserve.text import request_texts
 from trioserve.text.reasoning_state import PromptReasoning
 from trioserve.text.request_texts import TokenPattern

@@ -10,10 +10,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.proxy.router_context import RoutingRules
-from trioserve.testing.memory_router import open_memory_router
+from trioserve.testing.memory_router import open_memory_router, open_scripted_endpoints
 from trioserve.testing.memory_server import open_memory_server
 from trioserve.testing.scripted_connector import ScriptedConnector
-from trioserve.testing.scripted_endpoint import open_scripted_endpoints
 
 PATH = "/v1/completions"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

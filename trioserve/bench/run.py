@@ -8,8 +8,7 @@ from typing import TextIO
 
 import trio
 
-from trioserve.bench.client import Client, Failure, OpenStream, stream_opener
-from trioserve.bench.http2 import Http2Client
+from trioserve.bench.client import Client, Failure, Http2Client, OpenStream, stream_opener
 from trioserve.bench.load import Load, PlannedRequest, PromptMode, Tally
 from trioserve.bench.report import (
     BenchReport,

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import trio
 
-from trioserve.bench.client import RECEIVE_BYTES, Client, Http1Client, OpenStream
-from trioserve.bench.http2 import Http2Client
+from trioserve.bench.client import RECEIVE_BYTES, Client, Http1Client, Http2Client, OpenStream
 from trioserve.bench.load import SPECIAL_TOKENS_MAX, PlannedRequest
 from trioserve.bench.runner import common_headers, http1_client
 from trioserve.bench.settings import SoakSettings

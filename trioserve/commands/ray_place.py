@@ -141,8 +141,7 @@ def main() -> int:
     wanted = msgspec.json.decode(sys.stdin.buffer.readline(), type=RanksWanted)
     doors: queue.SimpleQueue[RankDoor | None] = queue.SimpleQueue()
     threading.Thread(target=_receive_doors, args=(doors,), name="server", daemon=True).start()
-    from trioserve.ray_engines import connected
-    from trioserve.ray_ranks import RayPlaces
+    from trioserve.ray_engines import RayPlaces, connected
 
     lines = sys.stdout.buffer
     try:

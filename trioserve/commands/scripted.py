@@ -23,8 +23,14 @@ from trioserve.engine.engine import Engine
 from trioserve.model.settings import MAX_NUM_SEQS_CPU
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.testing.scripted_chat import FAMILIES, Rule, ScriptedChat, chat_template
-from trioserve.testing.scripted_model import PreferringModel, UncheckedExecutor
+from trioserve.testing.scripted_model import (
+    FAMILIES,
+    PreferringModel,
+    Rule,
+    ScriptedChat,
+    UncheckedExecutor,
+    chat_template,
+)
 
 __all__ = ["run_scripted", "scripted_engine"]
 

@@ -26,9 +26,14 @@ from typing import NamedTuple
 import msgspec
 
 from trioserve.contracts.errors import StartupError
-from trioserve.simulation.router.routers_books import RoutersRow, rows_as_table
+from trioserve.simulation.router.routers_books import (
+    RoutersEvent,
+    RoutersHistory,
+    RoutersRow,
+    RoutersWorld,
+    rows_as_table,
+)
 from trioserve.simulation.router.routers_generator import Traffic, drawn_traffic
-from trioserve.simulation.router.routers_history import RoutersEvent, RoutersHistory, RoutersWorld
 from trioserve.simulation.router.routers_simulator import RoutersSimulation
 from trioserve.simulation.runs import Mode, runs_of
 from trioserve.simulation.script import Failure, Trace, Verdict, apply_events, script_of

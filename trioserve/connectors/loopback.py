@@ -19,9 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import trio
 
-from trioserve.connectors.conversion import convert, objection_to
 from trioserve.connectors.stream.frames import Chunk, Chunks, blocks_of, places, views
-from trioserve.connectors.stream.staging import FetchedBlocks, StoredBlocks
+from trioserve.connectors.stream.staging import FetchedBlocks, StoredBlocks, convert, objection_to
 from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
@@ -114,7 +113,7 @@ class LoopbackConnector:
     The connector holds the blocks of a request if `do_remote_decode` is set and the request ended with reason STOP or
     LENGTH. The hold ends when a reader has read the blocks, or when the last reader does not need them any more. Blocks
     behind a sliding window are neither held nor read. Block sizes and dtypes of the engines may differ (see
-    conversion.py).
+    stream/staging.py).
 
     Args:
         setup: Setup of the engine. Its only option is `hub`, a name. Engines in the same hub find each other.

@@ -40,14 +40,12 @@ from trioserve.connectors.nixl_agent import Agent, AgentError, MemoryKind, Regio
 from trioserve.connectors.stream.frames import BadFrame, Chunk, Chunks, Head, Kind, frame, places
 from trioserve.connectors.stream.holder import Note
 from trioserve.connectors.stream.options import StreamOptions, read_options
-from trioserve.connectors.stream.peer_connection import Identity, PeerConnection, receive_body
-from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.peer_connection import Identity, MayNot, PeerConnection, Wire, receive_body
+from trioserve.connectors.stream.policy import Load, StreamPolicy
 from trioserve.connectors.stream.reader import Reader
 from trioserve.connectors.stream.signature import Source, signing_key
 from trioserve.connectors.stream.staging import StoredBlocks
-from trioserve.connectors.stream.transfers import Load
 from trioserve.connectors.stream.transport import StreamTransport
-from trioserve.connectors.stream.wire import MayNot, Wire
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import install_command
 from trioserve.contracts.ids import BlockIndex

@@ -47,8 +47,8 @@ from trioserve.ranks.messages import (
     WarmUp,
     WireMatrix,
     encode,
+    plan_to_wire,
 )
-from trioserve.ranks.plan_wire import plan_to_wire
 from trioserve.ranks.stage_sockets import KEY_BYTES
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context

@@ -74,9 +74,9 @@ from trioserve.ranks.messages import (
     decode_order,
     encode,
     framed,
+    plan_from_wire,
 )
 from trioserve.ranks.offered_weights import OfferedWeights
-from trioserve.ranks.plan_wire import plan_from_wire
 from trioserve.ranks.stage_sockets import StageListener, StageSockets, connect_stage
 from trioserve_kernels.native import NoNativeKernels, load_library
 

@@ -83,14 +83,12 @@ _EVENT_MODES: dict[Mode, _Parts] = {
         "router.history:RouterHistory", "router.generator:RouterGenerator", "router.simulator:RouterSimulation"
     ),
     "routers": _Parts(
-        "router.routers_history:RoutersHistory",
+        "router.routers_books:RoutersHistory",
         "router.routers_generator:RoutersGenerator",
         "router.routers_simulator:RoutersSimulation",
     ),
-    "models": _Parts(
-        "models.simulator:ModelsHistory", "models.simulator:ModelsGenerator", "models.simulator:ModelsSimulation"
-    ),
-    "pair": _Parts("pair.history:PairHistory", "pair.simulator:PairGenerator", "pair.simulator:PairSimulation"),
+    "models": _Parts("models:ModelsHistory", "models:ModelsGenerator", "models:ModelsSimulation"),
+    "pair": _Parts("pair.host:PairHistory", "pair.simulator:PairGenerator", "pair.simulator:PairSimulation"),
     "iterative": _Parts(
         "images.core_simulator:IterativeHistory",
         "images.core_simulator:IterativeGenerator",

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
     from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
     from trioserve.testing.httpx_transport import MemoryTransport
-    from trioserve.testing.memory_client import ConnectionLost, MemoryClient, MemoryResponse
+    from trioserve.testing.inline_work import seeded_schedule
+    from trioserve.testing.memory_client import (
+        ConnectionLost,
+        MemoryClient,
+        MemoryEnd,
+        MemoryResponse,
+        memory_connection,
+    )
     from trioserve.testing.memory_server import MemoryServer, open_memory_server
-    from trioserve.testing.memory_stream import MemoryEnd, memory_connection
     from trioserve.testing.scripted_connector import ScriptedConnector
     from trioserve.testing.stepped_by_hand import InjectedFault
-    from trioserve.testing.task_order import seeded_schedule
 
 _MODULE_OF = {
     "ConnectionLost": "memory_client",
@@ -28,16 +33,16 @@ _MODULE_OF = {
     "InjectedFault": "stepped_by_hand",
     "MemoryResponse": "memory_client",
     "MemoryClient": "memory_client",
-    "MemoryEnd": "memory_stream",
+    "MemoryEnd": "memory_client",
     "MemoryServer": "memory_server",
     "MemoryTransport": "httpx_transport",
     "assert_all_free": "accounting",
-    "memory_connection": "memory_stream",
+    "memory_connection": "memory_client",
     "ScriptedConnector": "scripted_connector",
     "open_fake_engine": "fake_engine",
     "open_fake_image_engine": "fake_image_engine",
     "open_memory_server": "memory_server",
-    "seeded_schedule": "task_order",
+    "seeded_schedule": "inline_work",
 }
 
 __all__ = [

@@ -1,7 +1,13 @@
-"""Replacements for threads and processes: text, image and store jobs run in the event loop.
+"""Replacements for threads and processes, and an order of tasks that depends only on a seed, for repeatable tests.
+
+Text, image and store jobs run in the event loop.
 
 Real threads and processes would take no virtual time and would end in random order. A test can delay image jobs, and
 simulate a full disk of the store.
+
+Trio runs tasks that are ready in a random order, so that no program relies on an order. For tests, private names of
+Trio make the order depend only on Trio's random numbers. Only this module uses these private names. If they are
+missing, the module raises an error, because the simulation could not be repeated.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,7 +27,7 @@ from trioserve.admission.decoding_process import DecodeReply, Job, decode
 from trioserve.admission.file_decoders import AudioDecoder, FileDecoder, ImageDecoder
 from trioserve.admission.text_threads import TextThreads
 from trioserve.api.images.image_context import EncodingThreads
-from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
+from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, StartupError
 from trioserve.contracts.media import AudioLimits, ImageLimits
 from trioserve.metrics.registry import Metrics
 from trioserve.store.database import FILE_NAME, StoreDatabase
@@ -37,7 +44,9 @@ __all__ = [
     "InlineTexts",
     "JobGate",
     "open_inline_store",
+    "seeded_schedule",
 ]
+
 
 T = TypeVar("T")
 
@@ -209,3 +218,58 @@ def open_inline_store(directory: Path | None = None, settings: StoreSettings | N
         yield InlineStore(_InlineRunner(), database, trio.current_time)
     finally:
         database.close()
+
+
+SWITCH = "_ALLOW_DETERMINISTIC_SCHEDULING"
+SOURCE = "_r"
+
+
+class _ThreadRandom(Random):
+    """Source of random numbers that uses a seed in its own thread, and another source in all other threads.
+
+    Trio has one source of random numbers for all threads. Without this class, a Trio loop in another thread would take
+    numbers from the seed's sequence.
+
+    Args:
+        others: source of random numbers for the other threads.
+    """
+
+    def __init__(self, others: Random) -> None:
+        super().__init__()
+        self._others = others
+        self._thread_id = threading.get_ident()
+
+    def random(self) -> float:
+        return super().random() if threading.get_ident() == self._thread_id else self._others.random()
+
+    def getrandbits(self, k: int, /) -> int:
+        return super().getrandbits(k) if threading.get_ident() == self._thread_id else self._others.getrandbits(k)
+
+
+@contextmanager
+def seeded_schedule(seed: int) -> Iterator[None]:
+    """Make the order of tasks in `trio.run` depend on a seed in this thread, inside of the context.
+
+    Args:
+        seed: seed of the random numbers that determine the order of tasks.
+
+    Raises:
+        StartupError: this version of Trio does not have the private names.
+    """
+    module = trio._core._run
+    source = getattr(module, SOURCE, None)
+    if not hasattr(module, SWITCH) or not isinstance(source, Random):
+        raise StartupError(
+            f"Trio {trio.__version__} has no {SWITCH} or no {SOURCE}, so its scheduling cannot be repeated: use a "
+            "version that has them (0.31 to 0.35 do), or simulate without --stack"
+        )
+    was_on = getattr(module, SWITCH)
+    seeded = _ThreadRandom(source)
+    seeded.seed(seed)
+    setattr(module, SWITCH, True)
+    setattr(module, SOURCE, seeded)
+    try:
+        yield
+    finally:
+        setattr(module, SWITCH, was_on)
+        setattr(module, SOURCE, source)

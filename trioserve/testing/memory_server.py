@@ -25,8 +25,7 @@ from trioserve.store.settings import StoreSettings
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
 from trioserve.testing.inline_work import InlineDecoder, InlineImages, InlineStore, JobGate, open_inline_store
-from trioserve.testing.memory_client import MemoryClient
-from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+from trioserve.testing.memory_client import MemoryClient, MemoryEnd, memory_connection
 from trioserve.testing.memory_websocket import MemoryWebSocket
 from trioserve.trio_tools.own_run import opened_once
 

@@ -16,7 +16,7 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 
 from trioserve.contracts.errors import TrioserveError
-from trioserve.testing.memory_stream import MemoryEnd
+from trioserve.testing.memory_client import MemoryEnd
 
 if TYPE_CHECKING:
     from wsproto.connection import Connection

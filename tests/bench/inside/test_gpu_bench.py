@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from trioserve.bench.inside.gpu import command, kernel_checks, kernel_times, steps
+from trioserve.bench.inside.gpu import command, kernel_checks, steps
 from trioserve.bench.inside.gpu.command import add_arguments, run
 from trioserve.bench.inside.gpu.machine import Part
 from trioserve.bench.inside.gpu.steps import Case, bound_seconds, table
@@ -182,7 +182,7 @@ def test_kernel_times_count_the_bytes_of_every_number() -> None:
     """A decode reads the keys and values of its context once, and the queries and results of its rows."""
     gpu = Part("attention", "cpu", 60.0)
     gpu.device = "cuda"  # Only names and sizes are made; no kernel is launched.
-    timed = {one.name: one for one in kernel_times._attention_kernels(gpu, 32, 8)}
+    timed = {one.name: one for one in kernel_checks._attention_kernels(gpu, 32, 8)}
     decode = timed["paged_decode_, heads of 128, 64 x 4096, captured for 131072"]
     assert decode.moved_bytes == 64 * (4_096 * 2 * 8 * 128 + 2 * 32 * 128) * 2
     chunk = timed["paged_chunks_, heads of 128, 1 x 8192 of 8192"]

@@ -11,7 +11,7 @@ import pytest
 
 from trioserve.assemble_images import open_image_engine
 from trioserve.bench.inside.command import run_inside
-from trioserve.bench.inside.image_load import ImageRequester
+from trioserve.bench.inside.image_bench import ImageRequester
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.image_generation import RGBImage
 

@@ -16,7 +16,7 @@ from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
-from trioserve.simulation.router.routers_history import RoutersWorld
+from trioserve.simulation.router.routers_books import RoutersWorld
 
 pytestmark = pytest.mark.slow
 

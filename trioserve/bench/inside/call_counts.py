@@ -23,10 +23,10 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioserve.core.engine import EngineCore
+from trioserve.testing.inline_work import seeded_schedule
+from trioserve.testing.memory_client import MemoryEnd
+from trioserve.testing.memory_router import open_scripted_endpoints
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
-from trioserve.testing.memory_stream import MemoryEnd
-from trioserve.testing.scripted_endpoint import open_scripted_endpoints
-from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["FLOWS", "CallCounts", "add_arguments", "counted", "run"]
 

@@ -28,9 +28,8 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
 from trioserve.router.core import RouterCore
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
-from trioserve.simulation.router.routers_books import RoutersRow
+from trioserve.simulation.router.routers_books import RoutersRow, RoutersWorld
 from trioserve.simulation.router.routers_generator import SETTLED_SECONDS, Traffic, drawn_traffic
-from trioserve.simulation.router.routers_history import RoutersWorld
 from trioserve.simulation.router.routers_simulator import RoutersSimulation
 from trioserve.trio_tools.interpreter import prepare_interpreter
 from trioserve.trio_tools.progress import ProgressBar

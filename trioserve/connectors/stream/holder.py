@@ -29,17 +29,17 @@ from trioserve.connectors.stream.frames import (
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,
     Identity,
+    MayNot,
     PeerConnection,
     Refused,
+    Wire,
     describe,
     greet_reader,
     receive_body,
     receive_head,
 )
-from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.policy import Send, StreamPolicy
 from trioserve.connectors.stream.staging import FetchedBlocks
-from trioserve.connectors.stream.transfers import Send
-from trioserve.connectors.stream.wire import MayNot, Wire
 from trioserve.trio_tools.connection_limit import ConnectionLimit
 
 __all__ = [

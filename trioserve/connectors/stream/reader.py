@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import trio
 
-from trioserve.connectors.conversion import convert, objection_to
 from trioserve.connectors.stream.frames import (
     Abort,
     BadFrame,
@@ -30,19 +29,19 @@ from trioserve.connectors.stream.holder import SILENCE_SECONDS_MAX, Note
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,
     Identity,
+    MayNot,
     PeerConnection,
     Refused,
+    Wire,
     describe,
     greet_holder,
     receive_body,
     receive_head,
     sentence_of,
 )
-from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.policy import Load, StreamPolicy
 from trioserve.connectors.stream.signature import Source
-from trioserve.connectors.stream.staging import StoredBlocks
-from trioserve.connectors.stream.transfers import Load
-from trioserve.connectors.stream.wire import MayNot, Wire
+from trioserve.connectors.stream.staging import StoredBlocks, convert, objection_to
 
 __all__ = ["MakeReader", "Reader"]
 

@@ -20,11 +20,10 @@ import trio
 
 from trioserve.connectors.stream.holder import GREETING_SECONDS_MAX, Holder, MoreFrames
 from trioserve.connectors.stream.options import StreamOptions, read_options
-from trioserve.connectors.stream.peer_connection import Identity, Refused
+from trioserve.connectors.stream.peer_connection import Identity, Refused, SocketWire, StreamWire, Wire
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.reader import MakeReader, Reader
 from trioserve.connectors.stream.signature import Source, signing_key
-from trioserve.connectors.stream.wire import SocketWire, StreamWire, Wire
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, Started
 from trioserve.trio_tools.connection_limit import remote_address

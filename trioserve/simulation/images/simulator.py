@@ -44,8 +44,8 @@ from trioserve.testing.fake_image_engine import (
     image_after,
     open_fake_image_engine,
 )
+from trioserve.testing.inline_work import seeded_schedule
 from trioserve.testing.invariants import check_iterative_core
-from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["ImageBook", "ImagesSimulation"]
 

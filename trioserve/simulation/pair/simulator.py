@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 
 from trioserve.contracts.ids import RequestId
-from trioserve.simulation.pair.history import (
+from trioserve.simulation.pair.host import (
     HOSTS,
+    ROUTER,
+    Client,
     Come,
     Continue,
     Cut,
@@ -28,16 +30,19 @@ from trioserve.simulation.pair.history import (
     Leave,
     Lose,
     PairEvent,
+    PairHost,
+    PairRouter,
     PairWait,
     PairWorld,
     Refuse,
     Repeat,
     Serve,
+    StageRequest,
     Start,
     Step,
     Stop,
+    request_of,
 )
-from trioserve.simulation.pair.host import ROUTER, Client, PairHost, PairRouter, StageRequest, request_of
 from trioserve.simulation.pair.transport import Holding, Network, Serving
 from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.simulation.script import EventSimulation, Trace, line_of

@@ -20,9 +20,8 @@ import msgspec
 
 from trioserve.connectors.stream.frames import Chunks, Tell
 from trioserve.connectors.stream.options import StreamOptions
-from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.policy import Load, Send, StreamPolicy
 from trioserve.connectors.stream.signature import Source
-from trioserve.connectors.stream.transfers import Load, Send
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVLayout
 from trioserve.testing.fake_executor import FakeExecutor

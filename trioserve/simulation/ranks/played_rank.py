@@ -50,8 +50,8 @@ from trioserve.ranks.messages import (
     decode_order,
     encode,
     framed,
+    plan_from_wire,
 )
-from trioserve.ranks.plan_wire import plan_from_wire
 from trioserve.simulation.ranks.plan import BLOCK_SIZE, Harm, Moment, RanksStage
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 

@@ -49,7 +49,7 @@ from trioserve.engine.weight_updates import WEIGHTS_REPLACED
 from trioserve.metrics.registry import Metrics
 from trioserve.model.trainer_groups import TrainerGroups
 from trioserve.ranks.group import RankGroup, open_ranks
-from trioserve.ranks.ranked_weights import RankedWeights
+from trioserve.ranks.ranked_runner import RankedWeights
 from trioserve.simulation.ranks.plan import (
     Abort,
     Client,
@@ -70,9 +70,8 @@ from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.fake_engine import byte_form_compiler, fake_adapter_digest
-from trioserve.testing.inline_work import InlineTexts
+from trioserve.testing.inline_work import InlineTexts, seeded_schedule
 from trioserve.testing.invariants import check_core, check_idle
-from trioserve.testing.task_order import seeded_schedule
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 

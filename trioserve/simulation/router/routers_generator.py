@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 
 from trioserve.router.policies import POLICIES
-from trioserve.simulation.router.routers_history import Back, Come, Die, Meet, Part, RoutersEvent, RoutersWorld
+from trioserve.simulation.router.routers_books import Back, Come, Die, Meet, Part, RoutersEvent, RoutersWorld
 from trioserve.simulation.router.routers_simulator import RoutersSimulation
 
 __all__ = ["SETTLED_SECONDS", "RoutersGenerator", "Traffic", "drawn_traffic"]

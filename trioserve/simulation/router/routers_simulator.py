@@ -21,8 +21,18 @@ from trioserve.router.peer_shares import PeerShares
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
-from trioserve.simulation.router.routers_books import Figures, RoutersBooks, SimulatedEndpoint
-from trioserve.simulation.router.routers_history import Back, Come, Die, Meet, Part, RoutersEvent, RoutersWorld
+from trioserve.simulation.router.routers_books import (
+    Back,
+    Come,
+    Die,
+    Figures,
+    Meet,
+    Part,
+    RoutersBooks,
+    RoutersEvent,
+    RoutersWorld,
+    SimulatedEndpoint,
+)
 from trioserve.simulation.script import EventSimulation, Trace
 
 __all__ = ["RoutersSimulation"]

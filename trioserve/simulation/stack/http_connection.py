@@ -14,7 +14,7 @@ import h11
 import trio
 
 from trioserve.simulation.stack.http_plan import Connection
-from trioserve.testing.memory_stream import MemoryEnd
+from trioserve.testing.memory_client import MemoryEnd
 from trioserve.trio_tools.http2_client import Http2ClientProtocol
 from trioserve.trio_tools.http_client import Fields, Http1ClientProtocol, ResponseEnd, ResponseResult
 

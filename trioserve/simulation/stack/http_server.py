@@ -21,7 +21,7 @@ from trioserve.simulation.stack.http_connection import WatchedEnd
 from trioserve.simulation.stack.http_plan import Ask, Front
 from trioserve.simulation.stack.http_requests import KEY, key_of
 from trioserve.testing.fake_engine import FakeEngine
-from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+from trioserve.testing.memory_client import MemoryEnd, memory_connection
 
 __all__ = ["MADE_UP", "MOMENT_SECONDS", "HttpServer"]
 

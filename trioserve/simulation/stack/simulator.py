@@ -48,8 +48,8 @@ from trioserve.simulation.traced_run import ClientsInside, IdleWatch, TracedRun,
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
+from trioserve.testing.inline_work import seeded_schedule
 from trioserve.testing.invariants import check_core
-from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["StackSimulation"]
 

@@ -41,10 +41,10 @@ from trioserve.simulation.stack.stored_work import (
     Work,
 )
 from trioserve.simulation.traced_run import TracedRun, without_log_lines
+from trioserve.testing.inline_work import seeded_schedule
 from trioserve.testing.invariants import check_core
 from trioserve.testing.memory_client import MemoryClient, MemoryResponse
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
-from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["StoredSimulation"]
 

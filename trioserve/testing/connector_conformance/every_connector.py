@@ -13,8 +13,15 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.kv_transfer import ConnectorFactory, ConnectorSetup, KVConnector, KVLayout
 from trioserve.contracts.request import KVTransferParams
-from trioserve.testing.connector_conformance.side import ABORT, TOKENS, Side, Stage, make_request
-from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.testing.connector_conformance.side import (
+    ABORT,
+    SMALL_LAYOUT,
+    TOKENS,
+    MemoryPages,
+    Side,
+    Stage,
+    make_request,
+)
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["ConnectorConformance"]

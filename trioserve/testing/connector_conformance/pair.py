@@ -16,13 +16,13 @@ from trioserve.testing.connector_conformance.side import (
     ABORT,
     LENGTH,
     MOMENTS_MAX,
+    SMALL_LAYOUT,
     TOKENS,
     Offered,
     Stage,
     kv_of,
     make_request,
 )
-from trioserve.testing.memory_pages import SMALL_LAYOUT
 
 __all__ = ["PairConformance", "SenderConformance"]
 

@@ -182,11 +182,11 @@ def _measure(part: Part, arguments: argparse.Namespace) -> None:
 
             check_kernels(part)
         case "attention":
-            from trioserve.bench.inside.gpu.kernel_times import time_attention
+            from trioserve.bench.inside.gpu.kernel_checks import time_attention
 
             time_attention(part)
         case "kernels":
-            from trioserve.bench.inside.gpu.kernel_times import time_kernels
+            from trioserve.bench.inside.gpu.kernel_checks import time_kernels
 
             time_kernels(part, shapes)
         case "decodes":
