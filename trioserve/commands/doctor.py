@@ -17,8 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from trioserve import __version__
-from trioserve.contracts.extras import Extra, install_command
+from trioserve.contracts.extras import VERSION, Extra, install_command
 from trioserve.model.device import has_torch
 from trioserve.model.gpu import driver_version, has_cuda_driver, why_no_gpu
 from trioserve.model.loading.default_model import find_default_model
@@ -83,7 +82,7 @@ def print_findings(found: Iterable[Finding]) -> None:
 
 
 def findings() -> Iterator[Finding]:
-    yield Finding("trioserve", "ok", f"{__version__}, Python {platform.python_version()} on {sys.platform}")
+    yield Finding("trioserve", "ok", f"{VERSION}, Python {platform.python_version()} on {sys.platform}")
     yield _processor()
     yield _kernels()
     yield _torch()
