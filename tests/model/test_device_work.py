@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.model import tiny_checkpoints
 from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage, StateStorage
-from trioserve.model.layer_config import ExpertsConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.model_config import ModelConfig
@@ -68,7 +67,8 @@ PLAIN = 9
 ADAPTER_MAX = 15
 # Most launches of a layer, with further norms and scales. A mixture of experts has further ones.
 DENSE_MAX, LATENT_MAX, STATE_MAX, MIXTURE_MAX = 18, 29, 59, 22
-OWN_MIXTURE_MAX = 4  # a dense MLP beside the experts (Gemma 4), or SparseMixer's two softmaxes (Phi-3.5-MoE)
+# A dense MLP beside the experts (Gemma 4, LongCat-Flash), or SparseMixer's two softmaxes (Phi-3.5-MoE).
+OWN_MIXTURE_MAX = {"gemma4": 4, "phimoe": 4, "longcat_flash": 10}
 SECTION_MAX = 12  # launches of a step that find the section of each decode
 XIELU_MAX = 9  # Apertus's activation in plain torch
 STREAMS_MAX = 105  # Gemma 3n computes several hidden states in parallel.
@@ -80,9 +80,9 @@ def layer_max(config: ModelConfig) -> int:
     plain = STATE_MAX if config.state_bytes else LATENT_MAX if config.has_latents else dense
     if config.streams is not None:
         plain = STREAMS_MAX
-    if not any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers):
+    if not config.has_experts:
         return plain
-    return plain + MIXTURE_MAX + OWN_MIXTURE_MAX * (config.family in ("gemma4", "phimoe"))
+    return plain + MIXTURE_MAX + OWN_MIXTURE_MAX.get(config.family, 0)
 
 
 class Launches(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.layer_config import (
     AttentionConfig,
     DeltaNetConfig,
-    ExpertsConfig,
     KVAttention,
     LatentAttentionConfig,
     LayerConfig,
+    MlpConfig,
     SelectiveScanConfig,
     ShortConvConfig,
 )
@@ -44,6 +45,18 @@ from trioserve_kernels import Kernels
 from trioserve_kernels.fp8 import Fp8Weight
 
 __all__ = ["Decoder"]
+
+
+class _Carried(NamedTuple):
+    """Results of one step's layers that later layers use.
+
+    Attributes:
+        keys_values: keys and values of the step's rows by layer, [T, 2 * K * D] each.
+        shortcuts: result of the previous layer's shortcut, [T, hidden_size]. Empty if it has none.
+    """
+
+    keys_values: dict[int, Tensor]
+    shortcuts: list[Tensor]
 
 
 class _Laurel:
@@ -319,21 +332,22 @@ class _Layer:
         if layer.beside is not None:
             self._beside = StateSpace(name, config, layer.beside, dtype=dtype, device=device)
         self._mlp: Mlp | Experts | None = None
-        if isinstance(mlp, ExpertsConfig):
-            experts = config.experts_of(index)
-            self._mlp = Experts(
+        self._shortcut: Experts | None = None
+        if layer.experts is not None:
+            mixture = Experts(
                 linear,
                 name,
                 hidden,
-                mlp,
-                experts,
+                layer.experts,
+                config.experts_of(index),
                 kernels,
                 norm=made_norm,
                 dtype=dtype,
                 device=device,
                 block_types=block_types,
             )
-        elif mlp is not None:
+            self._mlp, self._shortcut = (mixture, None) if layer.shortcut is None else (None, mixture)
+        if isinstance(mlp, MlpConfig):
             self._mlp = Mlp(
                 linear,
                 "",
@@ -362,7 +376,7 @@ class _Layer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        parts = (self._attention, self._cross, self._beside, self._laurel, self.streams, self._mlp)
+        parts = (self._attention, self._cross, self._beside, self._laurel, self.streams, self._mlp, self._shortcut)
         return tuple(linear for part in parts if part is not None for linear in part.linears)
 
     @property
@@ -374,12 +388,14 @@ class _Layer:
     @property
     def products(self) -> dict[tuple[int, int], Callable[[Tensor], Tensor]]:
         """Products of experts, see Experts."""
-        return self._mlp.products if isinstance(self._mlp, Experts) else {}
+        experts = self._mlp if isinstance(self._mlp, Experts) else self._shortcut
+        return {} if experts is None else experts.products
 
     @property
     def saved_bytes(self) -> int:
         own: tuple[Linear, ...] = () if self._attention is None else self._attention.linears
-        return sum(linear.saved_bytes for linear in own) + (0 if self._mlp is None else self._mlp.saved_bytes)
+        mlps = (self._mlp, self._shortcut)
+        return sum(part.saved_bytes for part in (*own, *mlps) if part is not None)
 
     def slots(self) -> Iterator[TensorSlot]:
         for part in (
@@ -393,6 +409,7 @@ class _Layer:
             self._laurel,
             self.streams,
             self._mlp,
+            self._shortcut,
         ):
             if part is not None:
                 yield from part.slots()
@@ -408,7 +425,7 @@ class _Layer:
         pages: Tensor,
         slots_of_layer: Tensor,
         states: Tensor | None,
-        keys_values: dict[int, Tensor],
+        carried: _Carried,
         sums: RankSums,
     ) -> Tensor:
         """Compute the layer, and write the step's keys and values or states.
@@ -424,23 +441,22 @@ class _Layer:
             pages: KV buffer of the layer that keeps the keys and values.
             slots_of_layer: the buffer of `pages` with the shape [slots, numbers of a token].
             states: state buffer of the layer. None if the layer has no states.
-            keys_values: keys and values of the step's rows by layer. If other layers share the keys and values of this
-                layer, the layer adds them.
+            carried: results of other layers that this layer uses. The layer adds its own results that other layers use.
             sums: computes sums over all ranks.
 
         Returns:
             [T, hidden_size], a product that is not yet added to hidden.
         """
         if self._attention is None:
-            return self._compute_mlp(_added(hidden, product, self._mlp_norm), hidden, step, sums)
+            return self._compute_mlp(_added(hidden, product, self._mlp_norm), hidden, step, carried, sums)
         normed = _added(hidden, product, self._attention_norm)
         if isinstance(self._attention, _Attention):
             assert angles is not None
             source = self._layer.attention.kv_from if isinstance(self._layer.attention, AttentionConfig) else None
-            shared = None if source is None else keys_values[source]
+            shared = None if source is None else carried.keys_values[source]
             attended, found = self._attention(normed, step, angles, pages, slots_of_layer, shared)
             if self._index in self._shared:
-                keys_values[self._index] = found
+                carried.keys_values[self._index] = found
         elif isinstance(self._attention, LatentAttention):
             assert angles is not None
             attended = self._attention(normed, step, angles, pages, slots_of_layer)
@@ -465,7 +481,7 @@ class _Layer:
         else:
             self._laurel.add_(hidden.add_(attended), normed)
             normed = _added(hidden, None, self._mlp_norm)
-        return self._compute_mlp(normed, hidden, step, sums)
+        return self._compute_mlp(normed, hidden, step, carried, sums)
 
     def store_encoded(self, encoded: EncodedRows, slots_of_layer: Tensor) -> None:
         """Write the cross-attention keys and values of an encoder's rows into the KV cache.
@@ -477,12 +493,18 @@ class _Layer:
         assert self._cross is not None, "a layer without cross attention"
         self._cross.store(encoded, slots_of_layer)
 
-    def _compute_mlp(self, normed: Tensor, hidden: Tensor, step: StepTensors, sums: RankSums) -> Tensor:
+    def _compute_mlp(
+        self, normed: Tensor, hidden: Tensor, step: StepTensors, carried: _Carried, sums: RankSums
+    ) -> Tensor:
         assert self._mlp is not None, "the caller has checked that there is an MLP"
         if isinstance(self._mlp, Experts):
             product = self._mlp(normed, step.adapters, hidden)
         else:
             product = self._mlp(normed, step.adapters)
+        if self._shortcut is not None:
+            carried.shortcuts.append(self._shortcut(normed))
+        elif carried.shortcuts:
+            product += carried.shortcuts.pop()
         if self._part.sums_mlp:
             sums.add_(product)
         return self._scaled(_normed(product, self._mlp_output_norm))
@@ -652,7 +674,7 @@ class Decoder:
         product = None
         deep = self._deep_rows(step) if begun is None else []
         memories = (None,) * len(self._layers) if states is None else states.buffers
-        keys_values: dict[int, Tensor] = {}
+        carried = _Carried({}, [])
         streams = None if self._streams is None else self._streams.begin(hidden, step.token_ids)
         if step.encoded is not None:
             for layer, pages in zip(self._layers, storage.pages, strict=True):
@@ -672,7 +694,7 @@ class Decoder:
             pages = storage.pages[kv_layer]
             slots_of_layer = pages.flatten(0, 1).flatten(1)
             layer_angles = None if layer.rotary is None else angles[layer.rotary]
-            product = layer(hidden, product, step, layer_angles, pages, slots_of_layer, memory, keys_values, sums)
+            product = layer(hidden, product, step, layer_angles, pages, slots_of_layer, memory, carried, sums)
             if streams is not None and layer.streams is not None:
                 layer.streams.correct(streams, hidden.add_(product))
                 product = None

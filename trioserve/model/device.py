@@ -254,12 +254,11 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
 
 
 def _mlp_columns(layer: LayerConfig) -> int:
-    mlp = layer.mlp
-    if mlp is None:
-        return 0
-    if isinstance(mlp, MlpConfig):
-        return 3 * mlp.intermediate_size
-    return mlp.expert_count + (2 + mlp.has_gate) * (mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size)
+    plain = 3 * layer.mlp.intermediate_size if isinstance(layer.mlp, MlpConfig) else 0
+    if (mlp := layer.experts) is None:
+        return plain
+    middle = mlp.experts_per_token * mlp.intermediate_size + mlp.shared_size
+    return plain + mlp.choice_count + (2 + mlp.has_gate) * middle
 
 
 def pick_vision_dtype(dtype: Dtype, device: DeviceType, root: Path = Path("/")) -> Dtype:

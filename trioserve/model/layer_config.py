@@ -497,6 +497,10 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         has_own_norms: router, experts and the additional MLP read the hidden state through norms of their own. The
             results of the experts and of the additional MLP are normalized before they are added. The weight of each
             chosen expert is multiplied by a number of the expert.
+        identity_count: number of further experts of the router, whose result is their input (zero-computation experts,
+            arXiv 2410.07348). They follow the other experts.
+        has_identity_results: the results of these experts are part of the mixture's result. False for a rank whose
+            partial sum does not contain them.
     """
 
     expert_count: int
@@ -518,12 +522,16 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     has_gate: bool = True
     has_own_norms: bool = False
     nearness: float = 0.0
+    identity_count: int = 0
+    has_identity_results: bool = True
 
     def __post_init__(self) -> None:
         assert self.has_gate or not self.has_bias, "experts without gates have no biases"
+        assert not self.identity_count or (self.group_count == 1 and not self.weighs_inputs), "identity experts"
         assert not self.has_own_norms or self.shared_size, "norms of two results need two results"
         check_count("the number of experts", self.expert_count, EXPERTS_MAX)
-        check_count("the number of experts for each token", self.experts_per_token, self.expert_count)
+        check_count("the number of experts that return their input", self.identity_count, EXPERTS_MAX, 0)
+        check_count("the number of experts for each token", self.experts_per_token, self.choice_count)
         check_count("the experts' intermediate size", self.intermediate_size, DIMENSION_MAX)
         check_positive("the experts' scale", self.scale)
         check_count("the number of groups of experts", self.group_count, min(EXPERT_GROUPS_MAX, self.expert_count))
@@ -535,9 +543,15 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
                 "the checkpoint's config is damaged"
             )
         check_count("the number of experts that a group counts by", self.group_leaders, size)
-        check_count("the number of experts for each token", self.experts_per_token, self.groups_per_token * size)
+        if self.group_count > 1:
+            check_count("the number of experts for each token", self.experts_per_token, self.groups_per_token * size)
         if self.shared_size:
             check_count("the shared expert's intermediate size", self.shared_size, DIMENSION_MAX)
+
+    @property
+    def choice_count(self) -> int:
+        """Number of experts from which the router chooses."""
+        return self.expert_count + self.identity_count
 
 
 class ShortConvConfig(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv"):
@@ -810,6 +824,8 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attention: attention or its replacement. None: the layer consists only of an MLP or a mixture of experts.
         mlp: MLP or mixture of experts. None: the layer consists only of attention or its replacement.
+        shortcut: mixture of experts that reads the input of the MLP. The next layer adds its result to the result of
+            its own MLP (ScMoE, arXiv 2404.05019).
         is_parallel: attention and the MLP read the same hidden state, and both results are added in one sum.
         has_own_mlp_norm: in a parallel layer, the MLP has its own input norm. False: the MLP reads the input of
             attention.
@@ -823,6 +839,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     attention: KVAttention | Recurrent | None
     mlp: MlpConfig | ExpertsConfig | None
+    shortcut: ExpertsConfig | None = None
     has_input_norms: bool = True
     has_output_norms: bool = False
     is_parallel: bool = False
@@ -841,6 +858,11 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         assert self.has_input_norms or not self.has_own_mlp_norm, "the MLP's own norm is an input norm"
         assert self.is_parallel or not self.has_own_mlp_norm, "without is_parallel, an MLP always has its own norm"
         assert not self.has_scale or (self.mlp is not None and self.has_output_norms), "the scale follows a norm"
+        if self.shortcut is not None:
+            assert isinstance(self.mlp, MlpConfig), "a shortcut is beside an MLP"
+            assert not self.is_parallel, "a shortcut is added to the result of an MLP"
+            assert not self.has_output_norms, "a norm would change the result of a shortcut"
+            assert not self.shortcut.has_own_norms, "a shortcut reads the input of the MLP"
         if self.laurel_rank:
             check_count("laurel_rank", self.laurel_rank, DIMENSION_MAX)
             assert self.has_input_norms, "laurel adds the normed input of attention"
@@ -863,6 +885,11 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def has_mlp_norm(self) -> bool:
         """True if the layer has an input norm of the MLP."""
         return self.has_input_norms and self.mlp is not None and (self.has_own_mlp_norm or not self.is_parallel)
+
+    @property
+    def experts(self) -> ExpertsConfig | None:
+        """Mixture of experts of this layer, which replaces the MLP or is beside it."""
+        return self.mlp if isinstance(self.mlp, ExpertsConfig) else self.shortcut
 
     @property
     def recurrent(self) -> Recurrent | None:

@@ -252,12 +252,12 @@ class Experts:
             modules = ("router_norm", "experts_norm", "experts_output_norm", "shared_output_norm")
             self._norms = {module: norm(module) for module in modules}
             self._expert_scale = torch.empty(mlp.expert_count, dtype=torch.float32, device=device)
-        self._first, self._is_whole = experts.start, len(experts) == mlp.expert_count
+        self._first, self._is_whole = experts.start, len(experts) == mlp.choice_count
         self._numbers = torch.arange(len(experts), device=device)
-        self._router = linear(hidden, mlp.has_router_bias, router=mlp.expert_count)
+        self._router = linear(hidden, mlp.has_router_bias, router=mlp.choice_count)
         self._score_bias: Tensor | None = None
         if mlp.has_score_bias:
-            self._score_bias = torch.empty(mlp.expert_count, dtype=torch.float32, device=device)
+            self._score_bias = torch.empty(mlp.choice_count, dtype=torch.float32, device=device)
         grouped = functools.partial(
             _GroupedLinear,
             tuple(f"{name}.experts.{expert}" for expert in experts),
@@ -351,10 +351,13 @@ class Experts:
             mixed = self._norms["experts_norm"](hidden)
         else:
             weights, chosen = self._choose(values)
+        identity_weights: Tensor | None = None
+        if self._mlp.identity_count and self._mlp.has_identity_results:
+            identity_weights = weights.masked_fill(chosen < self._mlp.expert_count, 0.0).sum(-1, keepdim=True)
         if not self._is_whole:
             chosen = chosen - self._first
             is_foreign = (chosen < 0) | (chosen >= len(self._numbers))
-            # Rows of other ranks' experts are sorted to the end, where no group has them.
+            # Rows of identity experts and of other ranks' experts are sorted to the end, where no group has them.
             chosen = chosen.masked_fill(is_foreign, len(self._numbers))
         found, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(found, self._numbers, right=True, out_int32=True)
@@ -368,6 +371,8 @@ class Experts:
         middle = activate(self._gate_up(given, ends), self._mlp.activation)
         products = torch.empty_like(given).index_copy_(0, order, self._down(middle, ends))
         result = self._kernels.weighted_sum(products.view(*chosen.shape, -1), weights)
+        if identity_weights is not None:
+            result += values * identity_weights.to(values.dtype)
         if self._norms:
             result = self._norms["experts_output_norm"](result)
         if self._shared is not None:

@@ -15,11 +15,11 @@ from trioserve.model.layer_config import (
     CONTEXT_TOKENS_MAX,
     DIMENSION_MAX,
     AttentionConfig,
-    ExpertsConfig,
     KVAttention,
     KVEntry,
     LatentAttentionConfig,
     LayerConfig,
+    MlpConfig,
     NormKind,
     RotaryConfig,
     Temperature,
@@ -245,6 +245,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelLoadError("latent attention differs from layer to layer, which is not supported")
         for index, layer in enumerate(self.layers):
             _check_kv_from(index, layer, self.layers)
+            if layer.shortcut is not None:
+                following = self.layers[index + 1 : index + 2]
+                assert any(isinstance(each.mlp, MlpConfig) and each.shortcut is None for each in following), (
+                    "the next layer adds the result of a shortcut"
+                )
             if self.cross is not None:
                 assert isinstance(layer.attention, AttentionConfig), "the encoder's keys and values have heads"
                 assert layer.mlp is not None, "cross attention is between attention and an MLP"
@@ -308,8 +313,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             index: index of a layer with a mixture of experts.
         """
-        mlp = self.layers[index].mlp
-        assert isinstance(mlp, ExpertsConfig), "experts_of of a layer without experts"
+        mlp = self.layers[index].experts
+        assert mlp is not None, "experts_of of a layer without experts"
         part = None if self.part is None else self.part.layers[index]
         if part is None or part.expert_count is None:
             return range(mlp.expert_count)
@@ -369,7 +374,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_experts(self) -> bool:
-        return any(isinstance(layer.mlp, ExpertsConfig) for layer in self.layers)
+        return any(layer.experts is not None for layer in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -114,8 +114,12 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     for layer in config.layers:
         if isinstance(layer.attention, AttentionConfig) and layer.attention.slopes is not None:
             return "scores depend on distances (ALiBi)"
+        if layer.shortcut is not None:
+            return "experts are beside an MLP"
         if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.scoring not in SCORINGS:
             return f"experts are chosen by {layer.mlp.scoring}"
+        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.identity_count:
+            return "some experts return their input"
         if isinstance(layer.attention, KVAttention):
             sizes.extend(_attention_sizes(layer.attention))
         if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):

@@ -297,9 +297,9 @@ def _share_of_step(config: ModelConfig, part: _Part) -> float:
         return 0.0  # A step of one token reads only one row of an embedding table.
     if path[2:3] != ["experts"]:
         return 1.0
-    mlp = config.layers[int(path[1])].mlp
-    assert isinstance(mlp, ExpertsConfig), "an expert in a layer without experts"
-    return mlp.experts_per_token / mlp.expert_count
+    mlp = config.layers[int(path[1])].experts
+    assert mlp is not None, "an expert in a layer without experts"
+    return mlp.experts_per_token / mlp.choice_count
 
 
 def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> dict[str, tuple[_Part, ...]]:

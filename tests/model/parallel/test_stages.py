@@ -190,8 +190,15 @@ def test_layers_that_share_keys_and_values_stay_together(tiny_checkpoint: Callab
     assert stage_runs(checkpoint, 3) == ((0, 1), (1, 3), (4, 1))
     of_stage = stage_config(shared, (1, 3))
     assert of_stage.kv_layers == (0, 1, 0)
-    with pytest.raises(StartupError, match="5 layers, some of which share keys and values: 3 stages are possible"):
+    with pytest.raises(StartupError, match="5 layers, some of which use results of others: 3 stages are possible"):
         stage_runs(checkpoint, 4)
+
+
+def test_layer_that_adds_the_result_of_a_shortcut_stays_with_its_source(tiny_checkpoint: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("longcat-flash"))
+    assert stage_runs(checkpoint, 2) == ((0, 2), (2, 2))
+    with pytest.raises(StartupError, match="4 layers, some of which use results of others: 2 stages are possible"):
+        stage_runs(checkpoint, 3)
 
 
 def test_too_many_stages_are_refused(tiny_checkpoint: Callable[[str], Path]) -> None:

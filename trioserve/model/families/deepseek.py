@@ -4,6 +4,9 @@ MiniCPM3 has latent attention without experts. GLM-4.7-Flash is built like V3.
 
 dots.llm1 has the experts of V3 and ordinary attention.
 
+A layer of LongCat-Flash has two attentions and two MLPs, and experts whose result is added at its end. It is described
+as two layers.
+
 DeepSeek-V3.2 and GLM-5 have an indexer, which selects the tokens of a context that attention reads. It selects all
 tokens of a context of up to `index_topk` tokens. Only such contexts are served, and the indexer is not read.
 """
@@ -20,7 +23,7 @@ import msgspec
 from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import ExpertsConfig, LatentAttentionConfig, LayerConfig, MlpConfig
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import ModelConfig, RowFactors
 
 __all__ = [
     "DEEPSEEK",
@@ -30,6 +33,7 @@ __all__ = [
     "DOTS1",
     "GLM4_MOE_LITE",
     "GLM_MOE_DSA",
+    "LONGCAT_FLASH",
     "MINICPM",
     "MINICPM3",
     "SARVAM_MLA",
@@ -326,4 +330,74 @@ DOTS1 = Family(
     describe=_describe_dots,
     transformers=Naming(modules=SHARED_EXPERTS),
     gguf=GgufNaming(architecture="dots1"),
+)
+
+
+def _describe_longcat(fields: ModelFields) -> ModelConfig:
+    """Describe LongCat-Flash. The factors of its latents are part of the weights of their norms."""
+    for name in ("router_bias", "norm_topk_prob"):
+        if fields.flag_or(name, False):
+            raise fields.wrong(name, "false for this family")
+    identity_count = fields.whole_or("zero_expert_num", 256)
+    if identity_count and (kind := fields.text_or("zero_expert_type", "identity")) != "identity":
+        raise fields.wrong("zero_expert_type", f"'identity' for this family, and not {kind!r}")
+    hidden, attention, mlp = fields.whole("hidden_size"), _attention(fields), fields.mlp()
+    if attention.query_rank is None:
+        raise fields.wrong("q_lora_rank", "at least 1 for this family")
+    experts = fields.experts(
+        "n_routed_experts",
+        fields.whole_or("moe_intermediate_size", 2048),
+        normalizes=False,
+        scale=fields.number_or("routed_scaling_factor", 6.0),
+        has_score_bias=True,
+        identity_count=identity_count,
+    )
+    ranks = {"q": attention.query_rank, "kv": attention.latent_dim}
+    factors = (
+        RowFactors(name=f"{latent}_a_norm.weight", parts=((rank, math.sqrt(hidden / rank)),))
+        for latent, rank in ranks.items()
+        if fields.flag_or(f"mla_scale_{latent}_lora", True)
+    )
+    halves = (LayerConfig(attention=attention, mlp=mlp, shortcut=experts), LayerConfig(attention=attention, mlp=mlp))
+    return fields.described(
+        "longcat_flash",
+        halves * fields.layer_count,
+        norm_eps=fields.number_or("rms_norm_eps", 1e-5),
+        row_factors=tuple(factors),
+    )
+
+
+LONGCAT_FLASH = Family(
+    name="longcat_flash",
+    classes=("LongcatFlashForCausalLM",),
+    model_type="longcat_flash",
+    spellings={
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "ffn_hidden_size",
+        "moe_intermediate_size": "expert_ffn_hidden_size",
+        "num_experts_per_tok": "moe_topk",
+    },
+    defaults={"q_lora_rank": 1536, "v_head_dim": 128, "head_dim": 64, "rope_theta": 10_000_000.0},
+    notes=("attention_method", "mla_scale_kv_lora", "mla_scale_q_lora", "qk_head_dim"),
+    describe=_describe_longcat,
+    transformers=Naming(
+        sublayers=2,
+        modules={
+            "attention_norm": "input_layernorm.{sublayer}",
+            "mlp_norm": "post_attention_layernorm.{sublayer}",
+            "q_a_proj": "self_attn.{sublayer}.q_a_proj",
+            "q_a_norm": "self_attn.{sublayer}.q_a_layernorm",
+            "q_b_proj": "self_attn.{sublayer}.q_b_proj",
+            "kv_a_proj": "self_attn.{sublayer}.kv_a_proj_with_mqa",
+            "kv_a_norm": "self_attn.{sublayer}.kv_a_layernorm",
+            "kv_b_proj": "self_attn.{sublayer}.kv_b_proj",
+            "k_b_proj": "self_attn.{sublayer}.k_b_proj",
+            "v_b_proj": "self_attn.{sublayer}.v_b_proj",
+            "o_proj": "self_attn.{sublayer}.o_proj",
+            **{f"{part}_proj": f"mlps.{{sublayer}}.{part}_proj" for part in ("gate", "up", "down")},
+            "router": "mlp.router.classifier",
+            "router.score_bias": "mlp.router.e_score_correction_bias",
+        },
+        pairs_adjacent=True,
+    ),
 )

@@ -38,6 +38,8 @@ class Naming:
         shards: number of shards of the heads in which grouped projections are stored, each with queries, values and
             keys. 0: each group of heads has queries, keys and values.
         unread: names of tensors of a layer that some files have, but no model needs.
+        sublayers: number of consecutive layers that the file stores as one layer. Names of modules contain the place
+            "{sublayer}" for the index of a layer among them.
     """
 
     layers: str | None = None
@@ -49,6 +51,7 @@ class Naming:
     grouped: tuple[str, ...] = ()
     shards: int = 0
     unread: tuple[str, ...] = ()
+    sublayers: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -355,8 +355,9 @@ class FurtherLayers:
     """
 
     def __init__(self, config: ModelConfig, format: Format, count: int) -> None:
-        first = config.layer_count
-        prefix = format.naming_of(config.family).layers or format.layers
+        naming = format.naming_of(config.family)
+        first = config.layer_count // naming.sublayers
+        prefix = naming.layers or format.layers
         self._prefixes = tuple(f"{prefix}.{index}." for index in range(first, first + min(count, LAYERS_MAX)))
         self._tensor_count = 0
 
@@ -401,7 +402,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes["layer_inputs.norm.weight"] = (streams.input_size,)
         shapes |= {f"streams.{index}.in_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
     for index, layer in enumerate(config.layers):
-        experts = config.experts_of(index) if isinstance(layer.mlp, ExpertsConfig) else range(0)
+        experts = range(0) if layer.experts is None else config.experts_of(index)
         for module, shape in _layer_shapes(layer, hidden, experts, config.norm):
             shapes[f"layers.{index}.{module}"] = shape
         for module, shape in () if streams is None else _stream_shapes(streams, hidden):
@@ -490,8 +491,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
         channels = (recurrent.channel_count,)
         shapes += [("state.rates", (*channels, recurrent.vector_size)), ("state.skips", channels)]
         shapes.append(("state.time_step_bias", channels))
-    if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_score_bias:
-        shapes.append(("router.score_bias", (layer.mlp.expert_count,)))
+    if layer.experts is not None and layer.experts.has_score_bias:
+        shapes.append(("router.score_bias", (layer.experts.choice_count,)))
     if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.has_own_norms:
         shapes.append(("router.expert_scale", (layer.mlp.expert_count,)))
     if isinstance(layer.mlp, MlpConfig) and layer.mlp.activation == "xielu":
@@ -505,6 +506,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
         *(_attention_matrices(attention, hidden) if isinstance(attention, KVAttention) else ()),
         *(() if recurrent is None else _recurrent_matrices(recurrent, hidden)),
         *(() if layer.mlp is None else _mlp_matrices(layer.mlp, hidden, experts)),
+        *(() if layer.shortcut is None else _mlp_matrices(layer.shortcut, hidden, experts)),
     ):
         shapes.append((f"{module}.weight", (rows, columns)))
         if has_bias:
@@ -581,7 +583,7 @@ def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int, experts: range) -
     if isinstance(mlp, MlpConfig):
         yield from gated("", mlp.intermediate_size, mlp.has_bias, mlp.has_gate)
         return
-    yield "router", mlp.expert_count, hidden, mlp.has_router_bias
+    yield "router", mlp.choice_count, hidden, mlp.has_router_bias
     for expert in experts:
         yield from gated(f"experts.{expert}.", mlp.intermediate_size, mlp.has_bias, mlp.has_gate)
     if mlp.shared_size:
@@ -601,16 +603,20 @@ def outside_name(name: str, family: str, format: Format, *, is_joint: bool = Fal
     """
     *path, kind = name.split(".")
     naming = format.naming_of(family)
-    layer = f"{naming.layers or format.layers}.{path[1]}." if path[0] == "layers" else ""
+    layer, sublayer = "", 0
+    if path[0] == "layers":
+        index, sublayer = divmod(int(path[1]), naming.sublayers)
+        layer = f"{naming.layers or format.layers}.{index}."
     if is_joint:
-        return f"{layer}{format.joint}.{kind}"
+        joint = naming.modules.get("kv_b_proj", format.joint).format(sublayer=sublayer)
+        return f"{layer}{joint}.{kind}"
     expert = path[3] if path[2:3] == ["experts"] else ""
     stream = path[1] if path[0] == "streams" else ""
     module = _module(path)
     if whole := naming.modules.get(f"{module}.{kind}") or format.modules.get(f"{module}.{kind}"):
         return f"{layer}{whole}"
     usual = naming.modules.get(module) or format.modules[module]
-    return f"{layer}{usual.format(expert=expert, stream=stream)}.{kind}"
+    return f"{layer}{usual.format(expert=expert, stream=stream, sublayer=sublayer)}.{kind}"
 
 
 def _module(path: list[str]) -> str:
@@ -716,14 +722,17 @@ def match_tensors(
 
 def _unread(config: ModelConfig, format: Format) -> set[str]:
     """Return names of unused tensors. The family lists some of them. Some files have key and value tensors for layers
-    that use another layer's keys and values.
+    that use another layer's keys and values, or matrices of experts that return their input.
     """
     naming = format.naming_of(config.family)
     prefix = naming.layers or format.layers
     unread = {f"{prefix}.{index}.{name}" for index in range(config.layer_count) for name in naming.unread}
     layers = [index for index, other in enumerate(config.kv_layers) if index != other]
     modules = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
-    names = (f"layers.{index}.{module}" for index in layers for module in modules)
+    names = [f"layers.{index}.{module}" for index in layers for module in modules]
+    for index, layer in enumerate(config.layers):
+        for expert in () if (mlp := layer.experts) is None else range(mlp.expert_count, mlp.choice_count):
+            names += [f"layers.{index}.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
     return unread.union(outside_name(name, config.family, format) for name in names)
 
 

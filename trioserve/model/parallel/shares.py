@@ -348,6 +348,18 @@ class _Divider:
             cuts |= of_beside
         mlp, of_mlp, sums_mlp, experts = self._mlp(layer, divides_mixer)
         cuts |= of_mlp
+        shortcut = layer.shortcut
+        if shortcut is not None:
+            # The next layer adds the shortcut's result to that of its MLP, which is as wide as this layer's MLP.
+            # Therefore, both are divided or none is. If experts are too narrow, each rank has whole experts.
+            place = self._place if sums_mlp else ALONE
+            found = None if self._expert_parallel else _mixture(shortcut, place, None)
+            if found is None:
+                experts = _experts_of(shortcut, place)
+                found = _mixture(shortcut, place, experts)
+                assert found is not None, "whole experts are always possible"
+            shortcut, of_shortcut = found
+            cuts |= of_shortcut
         is_shared = self._place[1] > 1
         part = LayerPart(
             sums_attention=is_shared and divides_mixer,
@@ -355,7 +367,7 @@ class _Divider:
             first_expert=0 if experts is None else experts[0],
             expert_count=None if experts is None else experts[1],
         )
-        return replace(layer, attention=smaller[0], beside=beside, mlp=mlp), part, cuts
+        return replace(layer, attention=smaller[0], beside=beside, mlp=mlp, shortcut=shortcut), part, cuts
 
     def _cannot_share(self, intermediate_size: int) -> StartupError:
         return StartupError(
@@ -604,4 +616,5 @@ def _mixture(mlp: ExpertsConfig, place: Place, experts: Run | None) -> tuple[Exp
         intermediate_size=middle[1],
         shared_size=shared[1],
         has_shared_gate=mlp.has_shared_gate and shared[1] > 0,
+        has_identity_results=rank == 0,
     ), cuts

@@ -214,7 +214,7 @@ def _moved(layer: LayerConfig, first: int) -> LayerConfig:
 def stage_runs(checkpoint: Checkpoint, stage_count: int) -> Runs:
     """Divide the layers among stages such that the sum of the squares of the stages' sizes is minimal.
 
-    A layer that uses the keys and values of another layer is in the same stage as the other layer.
+    A layer that uses the keys and values or the shortcut of another layer is in the same stage as the other layer.
 
     Args:
         checkpoint: the whole model.
@@ -234,7 +234,7 @@ def stage_runs(checkpoint: Checkpoint, stage_count: int) -> Runs:
         )
     cuts = [0, *(index for index in range(1, config.layer_count) if _can_cut(config, index)), config.layer_count]
     if stage_count > len(cuts) - 1:
-        shared = "" if len(cuts) > config.layer_count else ", some of which share keys and values"
+        shared = "" if len(cuts) > config.layer_count else ", some of which use results of others"
         raise StartupError(
             f"{stage_count} stages cannot share {config.layer_count} layers{shared}: {len(cuts) - 1} stages are "
             "possible. Use fewer stages, and divide each layer too (--tensor-parallel-size)"
@@ -268,8 +268,8 @@ def _even_ends(cuts: Sequence[int], sums: Sequence[int], stage_count: int) -> li
 
 
 def _can_cut(config: ModelConfig, index: int) -> bool:
-    """Return True if a cut before a layer separates no layer from the keys and values that it uses."""
-    return all(source >= index for source in config.kv_layers[index:])
+    """Return True if a cut before a layer separates no layer from keys and values, or from a shortcut, that it uses."""
+    return config.layers[index - 1].shortcut is None and all(source >= index for source in config.kv_layers[index:])
 
 
 def _layer_sizes(checkpoint: Checkpoint) -> Sequence[int]:
