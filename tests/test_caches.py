@@ -58,7 +58,7 @@ CACHES = {
     ("text/templates/chat_template.py", "_environment"): OF_SERVER,
     ("proxy/peers/processes.py", "_objects"): OWNED,
     ("admission/dispatch.py", "_positions"): "positions of all waiting requests, counted once a second",
-    ("admission/recent_requests.py", "_owners"): OWNED,
+    ("admission/dispatch.py", "_owners"): OWNED,
     ("engine/live_feed.py", "_ended"): OWNED,
     ("proxy/router_feed.py", "_seen"): OWNED,
     ("text/stop_strings.py", "_rows"): OF_REQUEST,

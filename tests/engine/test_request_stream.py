@@ -224,7 +224,7 @@ async def test_request_id_that_one_abort_names_twice_is_aborted_once(autojump_cl
 
 
 async def test_late_abort_knows_a_limited_number_of_ended_requests(autojump_clock, monkeypatch):
-    monkeypatch.setattr("trioserve.admission.recent_requests.ENDED_IDS_MAX", 2)
+    monkeypatch.setattr("trioserve.admission.dispatch.ENDED_IDS_MAX", 2)
     async with open_fake_engine() as fake:
         for request_id in ("one", "two", "one", "three"):
             async with fake.generate(PROMPT, request_id=request_id):

@@ -6,12 +6,13 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.admission.dispatch import Dispatch, Fault
+from trioserve.admission.dispatch import Dispatch
 from trioserve.api.openai.request_types import decode_body
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import EndpointLost, RequestAborted
 from trioserve.contracts.events import AbortOutcome
 from trioserve.proxy.routed_body import RoutedBody
+from trioserve.router.endpoint_state import Fault
 from trioserve.router.policies import RoundRobin
 from trioserve.router.settings import RouterSettings
 

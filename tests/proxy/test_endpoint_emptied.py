@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.admission.dispatch import Withdrawn
+from trioserve.admission.admission_scope import Withdrawn
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.proxy.endpoint_watch import WatchSettings
 

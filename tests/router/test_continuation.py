@@ -10,7 +10,7 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.errors import EndpointLost, Overloaded, RequestPoisoned
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.endpoint_state import Fault
-from trioserve.router.ticket import TicketState
+from trioserve.router.ticket import TicketFollower, TicketState
 
 
 def leases(router):
@@ -453,7 +453,7 @@ def test_stream_that_must_wait_for_checks_of_endpoints_loses_its_next_lease(make
 
 def test_stream_of_a_hosted_model_waits_for_its_next_load_if_its_endpoint_was_drained_first(make_router):
     router = make_router()
-    router.core.host(["m"])
+    router.core.host(["m"], TicketFollower())
     waiting = router.enter()
     assert waiting.state is TicketState.WAITING
     a = router.endpoint("a")

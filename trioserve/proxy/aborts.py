@@ -31,7 +31,7 @@ from trioserve.contracts.events import AbortOutcome
 from trioserve.proxy.early_ends import AbortReport, abort_reports, end_at_endpoint
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.admission.admission_scope import AdmissionScope
     from trioserve.api.operations.live_requests import PartialResult
     from trioserve.proxy.peers.processes import Answer
     from trioserve.proxy.router_context import RouterContext

@@ -19,7 +19,7 @@ from trioserve.contracts.events import AbortOutcome
 from trioserve.proxy.remote_endpoint import KEY_HEADERS
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.admission.admission_scope import AdmissionScope
     from trioserve.proxy.remote_endpoint import RemoteEndpoint
 
 __all__ = ["AbortReport", "abort_left", "abort_reports", "end_at_endpoint", "hand_over"]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 import trio
 
-from trioserve.admission.dispatch import AdmissionScope, Dispatch
+from trioserve.admission.admission_scope import AdmissionScope
+from trioserve.admission.dispatch import Dispatch
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, NoEndpoint, StartupError, UnknownModel
 from trioserve.contracts.kv_transfer import EngineRole

@@ -14,7 +14,7 @@ from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
 from trioserve.proxy.fleet import EndpointSpec, Fleet
 from trioserve.router.hosted_models import ModelLease, ModelState
-from trioserve.router.ticket import Ticket, TicketState
+from trioserve.router.ticket import Ticket, TicketFollower
 from trioserve.trio_tools.interrupts import uninterrupted
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SOURCE = "hosted"
 
 
 @uninterrupted
-class ModelHost:
+class ModelHost(TicketFollower):
     """Adds loaded models to the endpoints of a router, and reports the router's requests to the models.
 
     Args:
@@ -39,13 +39,14 @@ class ModelHost:
     def __init__(self, fleet: Fleet, models: ModelRuns[EndpointSpec]) -> None:
         self._fleet = fleet
         self._models = models
-        self._holds: dict[int, ModelLease | None] = {}  # by the ticket's index. None: the request waits.
+        self._waiting: set[int] = set()  # Indexes of the tickets that wait for a model.
+        self._leases: dict[int, ModelLease] = {}  # By the index of the ticket.
         self._shown = Counter[tuple[str, str]]()
         models.on_order = self._follow
         models.on_ended = self._drain
         models.on_refused = self._refuse_waiting
         models.resize = self._resize
-        fleet.dispatch.host(models.served_names, on_enter=self._note_enter, on_state=self._note_state)
+        fleet.dispatch.host(models.served_names, self)
 
     def show(self, metrics: Metrics) -> None:
         """Update the metrics of the models at every scrape. Call this method once.
@@ -69,40 +70,37 @@ class ModelHost:
 
         metrics.on_scrape(show)
 
-    # --- reports of requests ---
+    # --- transitions of tickets ---
 
-    def _note_enter(self, request: RoutedRequest) -> None:
+    def check(self, request: RoutedRequest) -> None:
         if request.model in self._models:
             self._models.check(request.model)
 
-    def _note_state(self, ticket: Ticket) -> None:
-        """Report a ticket's change between waiting, leased and ended. This method never waits, and changes no queue."""
+    def waits(self, ticket: Ticket) -> None:
+        if ticket.request.model in self._models:
+            lease = self._leases.pop(ticket.index, None)
+            if lease is not None:
+                self._models.release(lease)
+            self._models.wait(ticket.request.model)
+            self._waiting.add(ticket.index)
+
+    def leased(self, ticket: Ticket) -> None:
         name, models = ticket.request.model, self._models
-        if name not in models:
-            return
-        has_hold = ticket.index in self._holds
-        hold = self._holds.get(ticket.index)
-        if ticket.state is TicketState.ENDED:
-            if not has_hold:
-                return
-            del self._holds[ticket.index]
-            if hold is None:
-                models.stop_waiting(name)
-            else:
-                models.release(hold)
-        elif ticket.state is TicketState.WAITING:
-            if has_hold and hold is None:
-                return
-            if hold is not None:
-                models.release(hold)
-            models.wait(name)
-            self._holds[ticket.index] = None
-        elif hold is None:
-            if not has_hold:
+        if name in models and ticket.index not in self._leases:
+            if ticket.index not in self._waiting:
                 models.wait(name)
             lease = models.lease(name)
             assert lease is not None, "the router gives leases only at endpoints of loaded models"
-            self._holds[ticket.index] = lease
+            self._waiting.discard(ticket.index)
+            self._leases[ticket.index] = lease
+
+    def ended(self, ticket: Ticket) -> None:
+        lease = self._leases.pop(ticket.index, None)
+        if lease is not None:
+            self._models.release(lease)
+        elif ticket.index in self._waiting:
+            self._waiting.remove(ticket.index)
+            self._models.stop_waiting(ticket.request.model)
 
     # --- orders ---
 

@@ -33,7 +33,7 @@ from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.routed_body import LINE_PATHS, RoutedBody
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.admission.admission_scope import AdmissionScope
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = [

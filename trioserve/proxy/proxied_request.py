@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
-from trioserve.admission.dispatch import Fault
 from trioserve.admission.text_threads import TEXT_QUEUE_FULL
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, deadline_refusal
 from trioserve.api.streams.cursors import RESUMABLE_HEADER, RESUME_HEADER
@@ -36,10 +35,11 @@ from trioserve.proxy.response_shape import InvalidAnswer, is_error
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, RoutedForm, rewritten
 from trioserve.proxy.streams.continuation import CONTINUED_PATHS, DEATH_CODES
 from trioserve.proxy.streams.foreign_stream import COMPLETIONS_PATH
+from trioserve.router.endpoint_state import Fault
 from trioserve.trio_tools.fair_slots import STAGE_FULL
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.admission.admission_scope import AdmissionScope
     from trioserve.proxy.peers.kept_stream import EndpointRequest, Stream
     from trioserve.proxy.remote_endpoint import RemoteResponse
     from trioserve.proxy.router_context import RouterContext

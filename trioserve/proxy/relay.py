@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.admission.dispatch import Fault
 from trioserve.api.error_responses import REASON_HEADER
 from trioserve.api.streams.cursors import RESUME_HEADER
 from trioserve.api.surface import LINES_TYPE
@@ -46,6 +45,7 @@ from trioserve.proxy.streams.continuation import (
 )
 from trioserve.proxy.streams.continued_stream import ContinuedStream
 from trioserve.proxy.streams.foreign_stream import ForeignStream
+from trioserve.router.endpoint_state import Fault
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:

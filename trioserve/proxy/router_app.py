@@ -11,7 +11,7 @@ import msgspec
 import trio
 from msgspec import UNSET, UnsetType
 
-from trioserve.admission.dispatch import AdmissionScope
+from trioserve.admission.admission_scope import AdmissionScope
 from trioserve.api.app import BaseApp
 from trioserve.api.batches.batches import Batches
 from trioserve.api.batches.files import OPERATIONS as FILE_OPERATIONS

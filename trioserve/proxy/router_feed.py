@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import msgspec
 import trio
 
-from trioserve.admission.dispatch import AdmissionScope
+from trioserve.admission.admission_scope import AdmissionScope
 from trioserve.admission.feeds import History, Watchers, tenant_name
 from trioserve.admission.model_runs import ModelRuns
 from trioserve.contracts.endpoint import EndpointId

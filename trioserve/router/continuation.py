@@ -115,6 +115,7 @@ class Continuations:
     Attributes:
         total: streams that got a lease to resume with.
         refused_total: streams that were not allowed to resume, by reason.
+        budget: retries before the first token.
     """
 
     def __init__(self, settings: RouterSettings, fleet: Endpoints) -> None:
@@ -122,12 +123,8 @@ class Continuations:
         self.refused_total: dict[str, int] = {}
         self._settings = settings
         self._fleet = fleet
-        self._budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
+        self.budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
         self._pace = RetryBudget(0.0, settings.continuations_per_second_max, burst_seconds=1.0)
-
-    def note_request(self) -> None:
-        """Count a request, which adds to the budget of retries."""
-        self._budget.note_request()
 
     def note_break(
         self, ticket: Ticket, fault: Fault, endpoint: EndpointState, token_count: int, *, is_certain: bool
@@ -202,8 +199,8 @@ class Continuations:
         if is_draining or len(ticket.failed_by) >= self._settings.attempts_max:
             return False
         if fault is Fault.BUSY:
-            return self._fleet.is_any_left(ticket, has_not_refused=True) and self._budget.take(now)
-        return self._fleet.is_any_left(ticket, unejected=True) and self._budget.take(now)
+            return self._fleet.is_any_left(ticket, has_not_refused=True) and self.budget.take(now)
+        return self._fleet.is_any_left(ticket, unejected=True) and self.budget.take(now)
 
     def refusal(self, ticket: Ticket, *, is_served: bool) -> TrioserveError | None:
         """Return the error that ends the request. None if the request may resume, or must first wait for the checks of

@@ -46,7 +46,7 @@ from trioserve.router.policies import PolicyFactory, Rng
 from trioserve.router.queues import Queue, Queues
 from trioserve.router.refusals import Refusals
 from trioserve.router.settings import RouterSettings
-from trioserve.router.ticket import Lease, QueueDeadlines, Ticket, TicketState
+from trioserve.router.ticket import Lease, QueueDeadlines, Ticket, TicketFollower, TicketState
 
 __all__ = ["Fault", "RouterCore", "RouterStats"]
 
@@ -158,7 +158,9 @@ class RouterCore:
             Draining: the router accepts no new requests.
             NoEndpoint: no endpoint accepts requests for the model now.
             InvalidRequest: the request has too many sequences.
+            TrioserveError: the follower of the tickets refuses the request.
         """
+        self._leases.follower.check(request)
         self._check_open(request, now)
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
         self._next_index += 1
@@ -187,9 +189,10 @@ class RouterCore:
                         raise self._refusals.counted(refusal)
                     self._refuse(pushed_out, refusal, now)
                 self._deadlines.add(ticket, live_count=len(self._live))
+                self._leases.follower.waits(ticket)
         self._live[ticket.index] = ticket
-        self._queues.of_model(request.model).live_count += 1
-        self._continuations.note_request()
+        model.live_count += 1
+        self._continuations.budget.note_request()
         return ticket
 
     def leave(self, ticket: Ticket, now: float) -> None:
@@ -691,6 +694,7 @@ class RouterCore:
     def _wait_again(self, ticket: Ticket) -> None:
         """Queue a ticket again that has left its endpoint and released its leases."""
         ticket.move(TicketState.WAITING)
+        self._leases.follower.waits(ticket)
         self._moving.note_arrived(ticket)
         ticket.sent_index = None
         ticket.is_answered = False
@@ -699,6 +703,7 @@ class RouterCore:
 
     def _end(self, ticket: Ticket) -> None:
         ticket.move(TicketState.ENDED)
+        self._leases.follower.ended(ticket)
         self._moving.note_arrived(ticket)
         del self._live[ticket.index]
         self._disaggregation.note_outcome(ticket, PairOutcome.LEFT)
@@ -733,13 +738,20 @@ class RouterCore:
         """Return the model names of all endpoints, including draining ones, and of models that are loaded on demand."""
         return self._fleet.model_names()
 
-    def host(self, models: Iterable[str]) -> None:
+    def host(self, models: Iterable[str], follower: TicketFollower) -> None:
         """Add models that the server loads on demand. Their requests wait while no endpoint serves them.
 
         Args:
             models: model names.
+            follower: follows all tickets from now on.
         """
         self._fleet.host(models)
+        self._leases.follower = follower
+
+    @property
+    def hosts_models(self) -> bool:
+        """True if the server loads models on demand."""
+        return self._fleet.hosts_models
 
     @property
     def is_any_nameless(self) -> bool:

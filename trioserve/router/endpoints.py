@@ -127,6 +127,11 @@ class Endpoints:
         if hosted:
             self._count_names(hosted, 1)
 
+    @property
+    def hosts_models(self) -> bool:
+        """True if the server loads models on demand."""
+        return bool(self._hosted)
+
     def is_awaited(self, model: str) -> bool:
         """Return whether no endpoint serves a model, but the server loads the model on demand.
 

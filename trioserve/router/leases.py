@@ -22,7 +22,7 @@ from trioserve.router.endpoint_state import Fault
 from trioserve.router.endpoints import Endpoints
 from trioserve.router.queues import ModelQueues, Queue, Queues
 from trioserve.router.settings import RouterSettings
-from trioserve.router.ticket import Lease, Ticket, TicketState
+from trioserve.router.ticket import Lease, Ticket, TicketFollower, TicketState
 
 __all__ = ["Disaggregation", "Leases", "Moving", "stage_fault"]
 
@@ -251,6 +251,7 @@ class Leases:
 
     Attributes:
         granted_total: leases that were granted.
+        follower: follows the tickets.
     """
 
     def __init__(
@@ -266,6 +267,7 @@ class Leases:
         on_move: Callable[[Ticket], None],
     ) -> None:
         self.granted_total = 0
+        self.follower = TicketFollower()
         self._settings = settings
         self._fleet = fleet
         self._queues = queues
@@ -293,6 +295,7 @@ class Leases:
             self._fleet.note_moved(before, ticket)
         ticket.leased_at = now
         ticket.move(TicketState.LEASED)
+        self.follower.leased(ticket)
         self._queues.of(ticket).drain_rate.note_begin(now)
         self.granted_total += 1
         return True

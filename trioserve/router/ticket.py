@@ -27,7 +27,16 @@ from typing import NamedTuple
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import TrioserveError
 
-__all__ = ["Break", "Lease", "Moments", "QueueDeadlines", "SPARE_DEADLINES_MAX", "Ticket", "TicketState"]
+__all__ = [
+    "Break",
+    "Lease",
+    "Moments",
+    "QueueDeadlines",
+    "SPARE_DEADLINES_MAX",
+    "Ticket",
+    "TicketFollower",
+    "TicketState",
+]
 
 
 class TicketState(enum.Enum):
@@ -225,6 +234,45 @@ class Ticket:
     def move(self, state: TicketState) -> None:
         assert (self.state, state) in _LEGAL_MOVES, f"ticket {self.index} cannot go from {self.state} to {state}"
         self.state = state
+
+
+class TicketFollower:
+    """Follows the tickets of a router. Models that are loaded on demand do so: a ticket that waits loads its model, and
+    a ticket with a lease keeps its model loaded.
+
+    The router calls these methods inside of its own calls, so they must not call the router. Here they do nothing.
+    """
+
+    def check(self, request: RoutedRequest) -> None:
+        """Check a request before it enters.
+
+        Args:
+            request: the request.
+
+        Raises:
+            TrioserveError: the router refuses the request for this reason.
+        """
+
+    def waits(self, ticket: Ticket) -> None:
+        """Note that a ticket begins to wait: it entered, or lost its lease.
+
+        Args:
+            ticket: the ticket, which is WAITING.
+        """
+
+    def leased(self, ticket: Ticket) -> None:
+        """Note that a ticket got a lease, after a wait or as it entered. A stream that moves gets no further call.
+
+        Args:
+            ticket: the ticket, which is LEASED.
+        """
+
+    def ended(self, ticket: Ticket) -> None:
+        """Note that a ticket ended. This is the last call for the ticket.
+
+        Args:
+            ticket: the ticket, which is ENDED.
+        """
 
 
 class Moments:

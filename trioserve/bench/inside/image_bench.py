@@ -27,7 +27,8 @@ from typing import Any
 import msgspec
 import trio
 
-from trioserve.admission.dispatch import AdmissionScope, Dispatch
+from trioserve.admission.admission_scope import AdmissionScope
+from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.bench.inside.command import print_figures

@@ -19,9 +19,9 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 import trio
 
-from trioserve.admission.dispatch import AdmissionScope
+from trioserve.admission.admission_scope import AdmissionScope
+from trioserve.admission.dispatch import EndedIds
 from trioserve.admission.local_endpoint import local_dispatch
-from trioserve.admission.recent_requests import EndedIds
 from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, passed_message
 from trioserve.contracts.errors import EngineFault, GpuLost, InvalidRequest, RankLost

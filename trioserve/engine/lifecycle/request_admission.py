@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Callable
 from typing import TypedDict
 
-from trioserve.admission.dispatch import AdmissionScope, Dispatch
+from trioserve.admission.admission_scope import AdmissionScope
+from trioserve.admission.dispatch import Dispatch
 from trioserve.contracts.arguments import check_texts, to_int
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.errors import Draining, EngineReopening, Overloaded, StepOverdue

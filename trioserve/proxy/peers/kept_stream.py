@@ -38,7 +38,7 @@ from trioserve.proxy.routed_body import rewritten
 from trioserve.proxy.streams.client_events import ClientEvents, EventSplitter, NumberedEvents, not_the_same
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.admission.admission_scope import AdmissionScope
     from trioserve.api.streams.cursors import Position
     from trioserve.http.exchange import HeaderFields, Headers
     from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteRequest, RemoteResponse

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import msgspec
 import trio
 
-from trioserve.admission.dispatch import Fault, Withdrawn
+from trioserve.admission.admission_scope import Withdrawn
 from trioserve.api.streams.cursors import FINGERPRINT_HEADER, RESUME_HEADER
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned
@@ -24,9 +24,10 @@ from trioserve.proxy.response_shape import InvalidAnswer
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
 from trioserve.proxy.streams.continued_stream import ContinuedStream, WhyNot
 from trioserve.proxy.streams.foreign_stream import TOKEN_IDS, ForeignStream, foreign_body
+from trioserve.router.endpoint_state import Fault
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.admission.admission_scope import AdmissionScope
     from trioserve.metrics.registry import Metrics
     from trioserve.proxy.fleet import Fleet
     from trioserve.proxy.remote_endpoint import RemoteResponse

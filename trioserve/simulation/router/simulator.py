@@ -16,7 +16,7 @@ from trioserve.contracts.ids import BlockHash
 from trioserve.router.core import Fault, RouterCore
 from trioserve.router.policies import POLICIES
 from trioserve.router.silence import LOOK_SECONDS
-from trioserve.router.ticket import SPARE_DEADLINES_MAX, Ticket, TicketState
+from trioserve.router.ticket import SPARE_DEADLINES_MAX, Ticket, TicketFollower, TicketState
 from trioserve.simulation.router.books import (
     RouterBooks,
     check_refused_at_the_door,
@@ -71,6 +71,28 @@ PROBE_COUNTS = {True: "well", False: "unwell", None: "refused"}
 TOKENS_TO_END = 10_000  # more tokens than any stream has
 
 
+class ReportedTickets(TicketFollower):
+    """The states of all tickets that have not ended, as the core has reported them.
+
+    Attributes:
+        states: state of each ticket by its index. A running ticket counts as leased.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[int, str] = {}
+
+    def waits(self, ticket: Ticket) -> None:
+        assert self.states.get(ticket.index) != "waiting", f"ticket {ticket.index} waits twice"
+        self.states[ticket.index] = "waiting"
+
+    def leased(self, ticket: Ticket) -> None:
+        assert self.states.get(ticket.index) != "leased", f"ticket {ticket.index} is leased twice"
+        self.states[ticket.index] = "leased"
+
+    def ended(self, ticket: Ticket) -> None:
+        assert self.states.pop(ticket.index, None), f"ticket {ticket.index} ends, but was not reported"
+
+
 class RouterSimulation(EventSimulation[RouterWorld]):
     """Runs one history of a router, one event at a time.
 
@@ -96,6 +118,8 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             on_gone=self._gone,
             on_move=self._on_move,
         )
+        self._reported = ReportedTickets()
+        self.core.host((), self._reported)
         self._entering: ExpectedRequest | None = None
         self._looked_at = BEGAN_AT
         self._is_tick_late = False  # True if the core's `next_tick` has passed and `tick` was not called
@@ -787,6 +811,12 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             assert ticket.continuations == entry.continuations, (
                 f"{entry.name} was resumed {ticket.continuations} times, expected {entry.continuations}"
             )
+        expected = {
+            entry.ticket.index: "waiting" if entry.state == "waiting" else "leased"
+            for entry in books.live.values()
+            if entry.ticket is not None
+        }
+        assert self._reported.states == expected, f"reported are {self._reported.states}, expected {expected}"
         served = {name for book in books.endpoints.values() for name in book.models}
         names = set(self.core.model_names())
         assert names == served, f"{sorted(names)} are listed, but {sorted(served)} are served"
