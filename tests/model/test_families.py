@@ -568,7 +568,12 @@ def test_image_tensors_are_skipped_under_old_and_new_names(
     for name, tensor in load_file(plain / "model.safetensors").items():
         tensors[name.replace("model.", before, 1).replace("lm_head.", head, 1)] = tensor
     config = json.loads((plain / "config.json").read_text())
-    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": config}
+    outer = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": config,
+        "vision_config": {"model_type": "unknown"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(outer))
     save_file(tensors, tmp_path / "model.safetensors")
     found, expected = open_checkpoint(tmp_path), open_checkpoint(plain)

@@ -16,12 +16,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.pixtral.image_processing_pil_pixtral import (
+    PixtralImageProcessorPil,
+    get_resize_output_image_size,
+)
 
+from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.media import GivenRows, ImageLimits
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.text.tokenizer import Tokenizer
+from trioserve.vision.families.pixtral import PixtralProcessing
 from trioserve.vision.families.registry import tiles_of
 from trioserve.vision.image_prompt import ImageReader, split_images
 
@@ -92,6 +98,7 @@ class Expected:
     def __init__(self, path: Path, processor: Any, messages: list[dict[str, Any]], files: list[bytes]) -> None:
         from transformers import AutoModelForImageTextToText
 
+        self.processor = processor
         marked, _ = split_images(messages)
         text = processor.apply_chat_template(marked, add_generation_prompt=True)
         pictures = [opened(file) for file in files]
@@ -105,9 +112,14 @@ class Expected:
         return self.inputs["input_ids"][0].tolist()
 
     @property
-    def pixels(self) -> torch.Tensor:
+    def pixels(self) -> list[np.ndarray[Any, Any]]:
+        """Return the pixels of each tile, without padding."""
         pixels = self.inputs["pixel_values"]
-        return pixels.reshape(-1, *pixels.shape[-3:])
+        tiles = pixels.reshape(-1, *pixels.shape[-3:]).numpy()
+        if not isinstance(self.processor.image_processor, PixtralImageProcessorPil):
+            return list(tiles)
+        sizes = self.inputs["image_sizes"].tolist()
+        return [tile[:, :height, :width] for tile, (height, width) in zip(tiles, sizes, strict=True)]
 
     def rows(self) -> torch.Tensor:
         images = {
@@ -162,6 +174,8 @@ def chat(*files: bytes) -> list[dict[str, Any]]:
         ("llava_onevision", 32, [(150, 61)]),
         ("llava_onevision", 32, [(33, 35)]),
         ("internvl", 32, [(150, 61), (20, 41)]),
+        ("mistral3", 32, [(150, 61), (20, 41), (9, 64)]),
+        ("pixtral", 32, [(60, 33), (20, 3)]),
     ],
 )
 def test_images_prompts_and_tokens_equal_those_of_transformers(
@@ -182,8 +196,8 @@ def test_images_prompts_and_tokens_equal_those_of_transformers(
     expected = Expected(path, tiny_vision.processor(kind), messages, [*files, files[0]] if len(files) > 1 else files)
     assert prompted.token_ids == expected.token_ids
     runner = step_driver.load_runner(path, cpu_kernels=cpu_kernels)
-    pixels = np.concatenate([[runner.vision.pixels(tile) for tile in tiles] for tiles in prompted.tiles])
-    assert np.array_equal(pixels, expected.pixels.numpy())
+    pixels = [runner.vision.pixels(tile) for tiles in prompted.tiles for tile in tiles]
+    assert all(np.array_equal(*pair) for pair in zip(pixels, expected.pixels, strict=True))
     given = prompted.given(runner)
     rows = np.concatenate([one.values for one in given])
     np.testing.assert_allclose(rows, expected.rows().numpy(), atol=1e-4, rtol=1e-4)
@@ -229,3 +243,24 @@ def test_token_counts_of_many_sizes_equal_those_of_transformers(
     borders = 2 if kind == "internvl" else 0
     planned = [part.processing.plan(width, height).row_count + borders for width, height in sizes]
     assert planned == expected["num_image_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mistral3", "pixtral"])
+def test_sizes_of_resized_images_equal_those_of_transformers(kind: str, vision_checkpoint: Callable[..., Path]) -> None:
+    part = open_checkpoint(vision_checkpoint(kind)).vision
+    assert part is not None
+    assert isinstance(part.processing, PixtralProcessing)
+    edge, square = part.processing.longest_edge, part.processing.square
+    rng = np.random.default_rng(1)
+    for limit in (10, 100, 1000, 5000):
+        for width, height in rng.integers(1, limit, (300, 2)).tolist():
+            if max(width, height) > edge * min(width, height):
+                with pytest.raises(InvalidRequest, match=f"at most {edge} times its shorter side: cut it"):
+                    part.processing.plan(width, height)
+                continue
+            plan = part.processing.plan(width, height)
+            image = np.broadcast_to(np.uint8(0), (3, height, width))
+            assert (plan.tile_height, plan.tile_width) == get_resize_output_image_size(image, edge, square)
+            assert plan.runs == (plan.tile_width // square,) * (plan.tile_height // square)
+            assert plan.row_count * part.processing.row_bytes <= part.processing.image_bytes_max

@@ -4,6 +4,9 @@ decoder's own kernels.
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -32,8 +35,6 @@ def chat(*files: bytes, text: str = "What is it?") -> ChatPrompt:
 
 
 def expected_tokens(path: Path, processor: Any, file: bytes, count: int) -> list[int]:
-    import io
-
     from transformers import AutoModelForImageTextToText
 
     model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -50,6 +51,19 @@ def seeing(tiny_vision: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
     path = tmp_path_factory.mktemp("seeing")
     tiny_vision.write_checkpoint(path, "smolvlm")
     return path
+
+
+@pytest.fixture(scope="module")
+def vision_checkpoint(tiny_vision: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def checkpoint(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            tiny_vision.write_checkpoint(made[kind], kind)
+        return made[kind]
+
+    return checkpoint
 
 
 @pytest.mark.parametrize(
@@ -124,9 +138,6 @@ async def test_texts_continue_while_an_image_is_encoded(seeing: Path, tiny_visio
 def test_error_names_missing_files_of_a_model_that_reads_images(
     tiny_vision: ModuleType, tmp_path: Path, seeing: Path
 ) -> None:
-    import json
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(seeing, copy)
     for name in ("preprocessor_config.json", "processor_config.json"):
@@ -139,9 +150,6 @@ def test_error_names_missing_files_of_a_model_that_reads_images(
 
 
 def test_files_of_transformers_before_5_are_equivalent(seeing: Path, tmp_path: Path) -> None:
-    import json
-    import shutil
-
     copy = tmp_path / "old"
     shutil.copytree(seeing, copy)
     whole = open_checkpoint(seeing).vision
@@ -157,8 +165,6 @@ def test_files_of_transformers_before_5_are_equivalent(seeing: Path, tmp_path: P
 
 @pytest.mark.parametrize("name", ["vision_model.post_layernorm.weight", "connector.modality_projection.proj.weight"])
 def test_error_names_the_missing_tensor_of_an_image_encoder(name: str, seeing: Path, tmp_path: Path) -> None:
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     copy = tmp_path / "lacking"
@@ -169,27 +175,108 @@ def test_error_names_the_missing_tensor_of_an_image_encoder(name: str, seeing: P
         open_checkpoint(copy)
 
 
+SIZE_OF_ENCODER = "the image_size of the vision_config, 32"
+
+
 @pytest.mark.parametrize(
-    "file, place, value, message",
+    "kind, file, place, value, message",
     [
-        ("config.json", ("mm_tokens_per_image",), 17, "a square number"),
-        ("config.json", ("mm_tokens_per_image",), 9, "no multiple of the 3 rows"),
-        ("config.json", ("text_config", "sliding_window"), 8, "more than the sliding_window"),
-        ("processor_config.json", ("image_processor", "do_pan_and_scan"), True, "do_pan_and_scan"),
-        ("processor_config.json", ("image_processor", "size", "height"), 64, "the image_size of the vision_config"),
+        ("gemma3", "config.json", "mm_tokens_per_image", 17, "a square number"),
+        ("gemma3", "config.json", "mm_tokens_per_image", 9, "no multiple of the 3 rows"),
+        ("gemma3", "config.json", "text_config.sliding_window", 8, "more than the sliding_window"),
+        ("gemma3", "processor_config.json", "image_processor.do_pan_and_scan", True, "do_pan_and_scan"),
+        ("gemma3", "processor_config.json", "image_processor.size.height", 64, SIZE_OF_ENCODER),
+        ("llava", "config.json", "vision_feature_layer", -4, "one layer, -3 to 3"),
+        ("llava", "config.json", "vision_feature_layer", [-2, -1], "a whole number"),
+        ("llava", "config.json", "vision_feature_select_strategy", "full", "it must be default"),
+        ("llava", "config.json", "projector_hidden_act", "relu", "it must be gelu"),
+        ("llava", "config.json", "vision_config.num_channels", 4, "it must be 3"),
+        ("llava", "config.json", "vision_config.hidden_act", "relu", "it must be gelu or"),
+        ("llava", "config.json", "vision_config.image_size", [32, 16], "a square"),
+        ("llava", "processor_config.json", "image_processor.size.shortest_edge", 16, SIZE_OF_ENCODER),
+        ("llava", "processor_config.json", "image_processor.crop_size.width", 16, SIZE_OF_ENCODER),
+        ("llava", "processor_config.json", "image_processor.do_normalize", False, "it must be true"),
+        ("llava_onevision", "config.json", "vision_aspect_ratio", "pad", "anyres_max_1 to anyres_max_100"),
+        ("llava_onevision", "config.json", "image_grid_pinpoints", [[32, 32]], "the same as in"),
+        ("internvl", "config.json", "projector_hidden_act", "relu", "it must be gelu"),
+        ("internvl", "config.json", "vision_feature_layer", -2, "it must be -1"),
+        ("internvl", "config.json", "vision_feature_select_strategy", "full", "it must be default"),
+        ("internvl", "config.json", "downsample_ratio", 0.4, "1 divided by a whole number"),
+        ("internvl", "config.json", "downsample_ratio", 0.2, "no multiple of 5"),
+        ("internvl", "config.json", "vision_config.use_mean_pooling", False, "it must be true"),
+        ("internvl", "config.json", "vision_config.use_mask_token", True, "it must be false"),
+        ("internvl", "preprocessor_config.json", "size.width", 64, SIZE_OF_ENCODER),
+        ("internvl", "preprocessor_config.json", "max_patches", 65, "min_patches to 64"),
+        ("mistral3", "config.json", "spatial_merge_size", 17, "allowed is 1 to 16"),
+        ("mistral3", "config.json", "projector_hidden_act", "relu", "it must be gelu"),
+        ("mistral3", "config.json", "vision_config.rope_parameters.rope_type", "yarn", "it must be axial"),
+        ("mistral3", "config.json", "vision_config.num_attention_heads", 3, "a multiple of 4"),
+        ("mistral3", "preprocessor_config.json", "size", {"height": 64, "width": 64}, "lacks longest_edge"),
+        ("mistral3", "preprocessor_config.json", "size.longest_edge", 5000, "it must be 1 to 4096"),
+        ("pixtral", "config.json", "vision_feature_select_strategy", "default", "it must be full"),
     ],
 )
-def test_unsupported_images_of_gemma_3_are_refused_by_name(
-    file: str, place: tuple[str, ...], value: object, message: str, tiny_vision: ModuleType, tmp_path: Path
+def test_unsupported_field_of_an_image_encoder_is_refused_by_name(
+    kind: str,
+    file: str,
+    place: str,
+    value: object,
+    message: str,
+    vision_checkpoint: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    import json
-
-    tiny_vision.write_checkpoint(tmp_path, "gemma3")
-    open_checkpoint(tmp_path)
-    content = inner = json.loads((tmp_path / file).read_text())
-    for name in place[:-1]:
-        inner = inner[name]
-    inner[place[-1]] = value
-    (tmp_path / file).write_text(json.dumps(content))
+    copy = tmp_path / "copy"
+    shutil.copytree(vision_checkpoint(kind), copy)
+    assert open_checkpoint(copy).vision is not None
+    change(copy / file, place, value)
     with pytest.raises(ModelLoadError, match=message):
-        open_checkpoint(tmp_path)
+        open_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    "kind, place, value",
+    [
+        ("llava", "vision_config.model_type", "dinov3_vit"),
+        ("internvl", "vision_config.use_qk_norm", True),
+        ("internvl", "vision_config.norm_type", "rms_norm"),
+        ("mistral3", "vision_config.model_type", "siglip_vision_model"),
+    ],
+)
+def test_model_with_unknown_image_encoder_reads_texts_only(
+    kind: str,
+    place: str,
+    value: object,
+    vision_checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(vision_checkpoint(kind), copy)
+    change(copy / "config.json", place, value)
+    assert open_checkpoint(copy).vision is None
+    assert "images are not served: " in caplog.text
+    assert place.removeprefix("vision_config.") in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["llava", "internvl", "mistral3"])
+def test_unread_field_of_an_image_encoder_is_named_in_a_warning(
+    kind: str, vision_checkpoint: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(vision_checkpoint(kind), copy)
+    open_checkpoint(copy)
+    assert caplog.text == ""
+    change(copy / "config.json", "vision_config.hidden_sise", 8)
+    open_checkpoint(copy)
+    assert "vision_config in config.json has 1 fields that are not read here" in caplog.text
+    assert "hidden_sise" in caplog.text
+
+
+def change(file: Path, place: str, value: object) -> None:
+    """Set a field of a JSON file. place: names of nested fields, separated by dots."""
+    content = inner = json.loads(file.read_text())
+    *outer, last = place.split(".")
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    file.write_text(json.dumps(content))

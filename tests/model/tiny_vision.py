@@ -7,6 +7,7 @@ A tile is 32 pixels wide and high, and becomes 16 rows of the model, or 64 in mo
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 __all__ = ["IMAGE_TOKEN", "KINDS", "TILE_TOKENS", "VOCAB_SIZE", "image_file", "processor", "write_checkpoint"]
 
-KINDS = ("idefics3", "smolvlm", "gemma3", "llava", "llava_onevision", "internvl")
+KINDS = ("idefics3", "smolvlm", "gemma3", "llava", "llava_onevision", "internvl", "mistral3", "pixtral")
 VOCAB_SIZE = 320
 IMAGE_TOKEN = "<image>"
 TILE_TOKENS = 16
@@ -33,10 +34,15 @@ _SPECIAL = (
     "</img>",
     "<IMG_CONTEXT>",
     "<video>",
+    "[IMG]",
+    "[IMG_BREAK]",
+    "[IMG_END]",
 )
 # Signs of images in chat templates, and tokens of rows. Others have IMAGE_TOKEN.
-_SIGNS = {"gemma3": "<start_of_image>", "internvl": "<IMG_CONTEXT>"}
-_ROW_TOKENS = {"gemma3": "<image_soft_token>", "internvl": "<IMG_CONTEXT>"}
+_SIGNS = {"gemma3": "<start_of_image>", "internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]", "pixtral": "[IMG]"}
+_ROW_TOKENS = {**_SIGNS, "gemma3": "<image_soft_token>"}
+# Classes of transformers. Others have the name of their kind.
+_CLASSES = {"pixtral": "llava"}
 _CANVASES = [[32 * rows, 32 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 END_TOKEN_ID = _SPECIAL.index("<end_of_utterance>")
 CHAT_TEMPLATE = (
@@ -69,11 +75,15 @@ _TEXTS_OF: dict[str, dict[str, Any]] = {
     },
     "llava_onevision": {"model_type": "qwen2"},
     "internvl": {"model_type": "qwen2"},
+    "mistral3": {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+    "pixtral": {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
 }
 _EYES_OF: dict[str, dict[str, Any]] = {
     "llava": {"model_type": "clip_vision_model", "num_hidden_layers": 3},
     "llava_onevision": {"model_type": "siglip_vision_model"},
     "internvl": {"model_type": "internvl_vision"},
+    "mistral3": {"model_type": "pixtral", "hidden_act": "silu", "rope_parameters": {"rope_theta": 100.0}},
+    "pixtral": {"model_type": "pixtral"},
 }
 _EYES: dict[str, Any] = {
     "hidden_size": 32,
@@ -112,13 +122,20 @@ def write_checkpoint(
             "video_token_index": _SPECIAL.index("<video>"),
         },
         "internvl": {"image_seq_length": TILE_TOKENS},
+        "mistral3": {"spatial_merge_size": 2},
+        "pixtral": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     }[kind]
     row_token = _SPECIAL.index(_ROW_TOKENS.get(kind, IMAGE_TOKEN))
+    class_name = _CLASSES.get(kind, kind)
     config = transformers.AutoConfig.for_model(
-        kind,
+        class_name,
         text_config={**_TEXTS, **_TEXTS_OF.get(kind, {})},
         vision_config={**_EYES, "image_size": image_size, **_EYES_OF.get(kind, {})},
-        **{"image_token_index" if kind in ("gemma3", "llava", "llava_onevision") else "image_token_id": row_token},
+        **{
+            "image_token_index"
+            if class_name in ("gemma3", "llava", "llava_onevision", "mistral3")
+            else "image_token_id": row_token
+        },
         tie_word_embeddings=False,
         pad_token_id=0,
         **fields,
@@ -139,7 +156,12 @@ def write_checkpoint(
     model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=END_TOKEN_ID)
     model.save_pretrained(directory)
     prepares = processor(kind, longest_edge=longest_edge)
-    if kind in ("llava_onevision", "internvl"):  # Without a processor of videos, transformers saves only the parts.
+    if kind in (
+        "llava_onevision",
+        "internvl",
+        "mistral3",
+        "pixtral",
+    ):  # Without a processor of videos, transformers saves only the parts.
         prepares.image_processor.save_pretrained(directory)
         prepares.tokenizer.save_pretrained(directory)
     else:
@@ -161,6 +183,7 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
         LlavaOnevisionImageProcessorPil,
     )
     from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     named = {}
@@ -215,10 +238,47 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
         return _without_videos(InternVLProcessor)(
             tiles, tokenizer, image_seq_length=TILE_TOKENS, chat_template=template
         )
+    if kind in ("mistral3", "pixtral"):
+        square_size = 8 if kind == "mistral3" else 4
+        whole = PixtralImageProcessorPil(size={"longest_edge": longest_edge}, patch_size=square_size)
+
+        def text(prepared: dict[str, Any], index: int) -> str:
+            height, width = prepared["image_sizes"][index]
+            lines = ["[IMG]" * (width // square_size)] * (height // square_size)
+            return "[IMG_BREAK]".join(lines) + "[IMG_END]"
+
+        return PlainProcessor(whole, tokenizer, "[IMG]", text)
     images = {"idefics3": Idefics3ImageProcessorPil, "smolvlm": SmolVLMImageProcessorPil}[kind](
         size={"longest_edge": longest_edge}, max_image_size={"longest_edge": 32}, do_image_splitting=splits
     )
     return Idefics3Processor(images, tokenizer, image_seq_len=TILE_TOKENS, chat_template=template)
+
+
+class PlainProcessor:
+    """Processor of a family whose own class in transformers needs torchvision.
+
+    Args:
+        image_processor: transformers' processor of images.
+        tokenizer: tokenizer with a chat template.
+        sign: text of an image in the chat template.
+        text: returns the text that replaces a sign, from the result of `image_processor` and the image's index.
+    """
+
+    def __init__(self, image_processor: Any, tokenizer: Any, sign: str, text: Callable[[Any, int], str]) -> None:
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+        self._sign = sign
+        self._text = text
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+    def __call__(self, images: list[list[Any]], text: list[str], return_tensors: str) -> dict[str, Any]:
+        prepared = dict(self.image_processor(images[0], return_tensors=return_tensors))
+        first, *others = text[0].split(self._sign)
+        whole = first + "".join(self._text(prepared, index) + rest for index, rest in enumerate(others))
+        ids = self.tokenizer([whole], add_special_tokens=False, return_tensors=return_tensors)["input_ids"]
+        return {**prepared, "input_ids": ids}
 
 
 def _without_videos(whole: Any) -> Any:

@@ -20,17 +20,24 @@ from trioserve.model.loading.names import Shape
 from trioserve.model.model_config import LAYERS_MAX
 
 __all__ = [
+    "CLIP_MEAN",
+    "CLIP_STD",
     "UnknownEncoder",
     "VisionConfig",
+    "VitActivation",
     "VitConfig",
+    "activation_of",
+    "check_range",
+    "feature_layer_count",
     "image_token_id",
     "pixel_fields",
     "processor_fields",
+    "square_of",
     "vision_fields",
     "vit_config",
 ]
 
-VitActivation = Literal["gelu", "gelu_tanh", "quick_gelu"]
+VitActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 
 DIMENSION_MAX = 2**16
 IMAGE_SIZE_MAX = 4096
@@ -42,12 +49,16 @@ _ACTIVATIONS: dict[str, VitActivation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "quick_gelu": "quick_gelu",
+    "silu": "silu",
 }
+# transformers computes with these colours unless the processor's file has others.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 writes the second file.
 
 
 class UnknownEncoder(ModelLoadError):
-    """The image encoder is of a kind that is not supported. Then only the language model is served."""
+    """The image encoder is of a kind or in a format that is not supported. Then only the language model is served."""
 
 
 class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,9 +226,6 @@ def vit_config(
         defaults: values of missing fields, as in transformers' class, by the attributes of VitConfig. All attributes
             with a default in VitConfig are taken from here.
     """
-    activation = fields.text_or("hidden_act", activation)
-    if activation not in _ACTIVATIONS:
-        raise fields.wrong("hidden_act", " or ".join(_ACTIVATIONS))
     if fields.whole_or("num_channels", 3) != 3:
         raise fields.wrong("num_channels", "3")
     return VitConfig(
@@ -225,16 +233,50 @@ def vit_config(
         intermediate_size=fields.whole_or("intermediate_size", defaults["intermediate_size"]),
         layer_count=fields.whole_or("num_hidden_layers", 12) if layer_count is None else layer_count,
         head_count=fields.whole_or("num_attention_heads", defaults["head_count"]),
-        image_size=_square(fields, "image_size", defaults["image_size"]),
-        patch_size=_square(fields, "patch_size", defaults["patch_size"]),
+        image_size=square_of(fields, "image_size", defaults["image_size"]),
+        patch_size=square_of(fields, "patch_size", defaults["patch_size"]),
         norm_eps=fields.number_or("layer_norm_eps", defaults.get("norm_eps", 1e-6)),
-        activation=_ACTIVATIONS[activation],
+        activation=activation_of(fields, activation),
         **{name: value for name, value in defaults.items() if name.startswith("has_")},
     )
 
 
-def _square(fields: Fields, name: str, default: int) -> int:
-    """Return the side of a square, which a config has as one number or as two equal numbers."""
+def activation_of(fields: Fields, default: str) -> VitActivation:
+    """Return the activation of the MLPs.
+
+    Args:
+        fields: fields of the image encoder.
+        default: value of a missing hidden_act.
+    """
+    name = fields.text_or("hidden_act", default)
+    if name not in _ACTIVATIONS:
+        raise fields.wrong("hidden_act", " or ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[name]
+
+
+def feature_layer_count(outer: Fields, layer_total: int, default: int) -> int:
+    """Return how many layers are computed. The rows of an image follow from the output of the last of them.
+
+    Args:
+        outer: fields of config.json.
+        layer_total: layers of the image encoder.
+        default: value of a missing vision_feature_layer.
+    """
+    layer = outer.whole_or("vision_feature_layer", default)
+    layer_count = layer_total + 1 + layer if layer < 0 else layer
+    if not 1 <= layer_count <= layer_total:
+        raise outer.wrong("vision_feature_layer", f"one layer, -{layer_total} to {layer_total}")
+    return layer_count
+
+
+def square_of(fields: Fields, name: str, default: int) -> int:
+    """Return the side of a square, which a config has as one number or as two equal numbers.
+
+    Args:
+        fields: fields of the image encoder.
+        name: name of the field.
+        default: value of a missing field.
+    """
     sides = fields.wholes(name) or (default,)
     if len(sides) > 2 or sides[0] != sides[-1]:
         raise fields.wrong(name, "a square")

@@ -10,6 +10,8 @@ from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
 from trioserve.model.loading.names import Shape
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.vision.family import (
+    CLIP_MEAN,
+    CLIP_STD,
     IMAGE_SIZE_MAX,
     UnknownEncoder,
     VisionConfig,
@@ -130,12 +132,7 @@ def read_internvl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[I
     if not 1 <= tiles_min <= tiles_max <= TILES_MAX:
         raise processor.wrong("max_patches", f"min_patches to {TILES_MAX}")
     return config, InternvlProcessing(
-        **pixel_fields(
-            processor,
-            resample=3,
-            mean=(0.48145466, 0.4578275, 0.40821073),
-            std=(0.26862954, 0.26130258, 0.27577711),
-        ),
+        **pixel_fields(processor, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
         tile_size=vit.image_size,
         tile_tokens=(vit.positions_per_side // scale_factor) ** 2,
         tiles_min=tiles_min,

@@ -9,25 +9,28 @@ from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
 from trioserve.model.loading.names import Shape
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.vision.family import (
+    CLIP_MEAN,
+    CLIP_STD,
     IMAGE_SIZE_MAX,
     UnknownEncoder,
     VisionConfig,
     VitConfig,
+    feature_layer_count,
     image_token_id,
     pixel_fields,
     processor_fields,
     vision_fields,
     vit_config,
 )
+from trioserve.model.vision.pixtral import PixtralConfig, read_pixtral
 from trioserve.vision.families.llava import LlavaProcessing, OneVisionProcessing
+from trioserve.vision.families.pixtral import PixtralProcessing
 
 __all__ = ["LlavaConfig", "read_llava", "read_onevision"]
 
 CANVASES_MAX = 1000
 TILES_MAX = 100
 _NOTES = ("projection_dim", "vision_use_head", "vocab_size")  # Fields of heads that are not used.
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class LlavaConfig(VisionConfig, frozen=True, kw_only=True, tag="llava"):
@@ -62,14 +65,18 @@ class LlavaConfig(VisionConfig, frozen=True, kw_only=True, tag="llava"):
         return shapes
 
 
-def read_llava(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[LlavaConfig, LlavaProcessing]:
-    """Read the config files of LLaVA 1.5.
+def read_llava(
+    directory: Path, outer: Fields, texts: ModelConfig
+) -> tuple[LlavaConfig, LlavaProcessing] | tuple[PixtralConfig, PixtralProcessing]:
+    """Read the config files of LLaVA 1.5, or of Pixtral, which has the same class.
 
     Args:
         directory: checkpoint directory.
         outer: fields of config.json.
         texts: config of the language model.
     """
+    if vision_fields(outer).text_or("model_type", None) == "pixtral":
+        return read_pixtral(directory, outer, texts)
     config = _config(outer, texts, default_layer=-2, has_newline=False)
     vit = config.vit
     processor = processor_fields(directory)
@@ -80,7 +87,7 @@ def read_llava(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Llav
         crop = processor.group_or_none("crop_size") or Fields({"height": 224, "width": 224}, "crop_size")
         _check_sides(crop, ("height", "width"), vit)
     return config, LlavaProcessing(
-        **pixel_fields(processor, resample=3, mean=_CLIP_MEAN, std=_CLIP_STD),
+        **pixel_fields(processor, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
         tile_size=vit.image_size,
         tile_tokens=vit.positions_per_side**2,
         crops=crops,
@@ -117,7 +124,7 @@ def read_onevision(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[
     if not 0 < len(canvases) <= CANVASES_MAX:
         raise outer.wrong("image_grid_pinpoints", f"1 to {CANVASES_MAX} sizes")
     return config, OneVisionProcessing(
-        **pixel_fields(processor, resample=3, mean=_CLIP_MEAN, std=_CLIP_STD),
+        **pixel_fields(processor, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
         tile_size=vit.image_size,
         patches_per_side=vit.positions_per_side,
         canvases=canvases,
@@ -136,10 +143,7 @@ def _config(outer: Fields, texts: ModelConfig, *, default_layer: int, has_newlin
         )
     is_clip = kind == "clip_vision_model"
     layer_total = fields.whole_or("num_hidden_layers", 12)
-    layer = outer.whole_or("vision_feature_layer", default_layer)
-    layer_count = layer_total + 1 + layer if layer < 0 else layer
-    if not 1 <= layer_count <= layer_total:
-        raise outer.wrong("vision_feature_layer", f"one layer, -{layer_total} to {layer_total}")
+    layer_count = feature_layer_count(outer, layer_total, default_layer)
     strategy = outer.text_or("vision_feature_select_strategy", "full" if has_newline else "default")
     if strategy != ("default" if is_clip else "full"):
         raise outer.wrong("vision_feature_select_strategy", "default" if is_clip else "full")

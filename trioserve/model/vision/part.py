@@ -16,11 +16,12 @@ from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.names import TensorPlace
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.vision.family import VisionConfig
+from trioserve.model.vision.family import UnknownEncoder, VisionConfig
 from trioserve.model.vision.gemma3 import read_gemma3
 from trioserve.model.vision.idefics3 import read_idefics3
 from trioserve.model.vision.internvl import read_internvl
 from trioserve.model.vision.llava import read_llava, read_onevision
+from trioserve.model.vision.pixtral import read_mistral3
 from trioserve.model.vision.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
 from trioserve.vision.families.registry import ImageProcessing
 
@@ -33,6 +34,7 @@ IMAGE_FAMILIES: dict[str, _Read] = {
     "InternVLForConditionalGeneration": read_internvl,
     "LlavaForConditionalGeneration": read_llava,
     "LlavaOnevisionForConditionalGeneration": read_onevision,
+    "Mistral3ForConditionalGeneration": read_mistral3,
     "Qwen2VLForConditionalGeneration": read_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
@@ -57,6 +59,7 @@ class VisionPart:
         stored: every tensor of the checkpoint, by its name in the files. None: the weights are not on this machine.
 
     Raises:
+        UnknownEncoder: the encoder is of a kind that is not supported, or is quantized.
         ModelLoadError: files are damaged, or tensors and config do not match.
     """
 
@@ -101,11 +104,10 @@ def _placed(stored: Mapping[str, FileTensor], config: VisionConfig) -> dict[str,
         tensor = next((stored[theirs] for theirs in _file_names(name, config) if theirs in stored), None)
         if tensor is None:
             raise ModelLoadError(f"the weights lack {name} of the image part: the checkpoint is incomplete")
-        if tensor.shape != shape or tensor.storage not in PLAIN_DTYPES:
-            raise ModelLoadError(
-                f"{name} is {tensor.storage} with shape {list(tensor.shape)}; the config asks for {list(shape)}, and "
-                f"the image part must be stored as {', '.join(PLAIN_DTYPES)}"
-            )
+        if tensor.shape != shape:
+            raise ModelLoadError(f"{name} has shape {list(tensor.shape)}; the config asks for {list(shape)}")
+        if tensor.storage not in PLAIN_DTYPES:
+            raise UnknownEncoder(f"{name} is {tensor.storage}, not {' or '.join(PLAIN_DTYPES)}")
         placed[name] = tensor
     return placed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trioserve.model.layers import Linear
+from trioserve.model.vision.family import VitActivation
 from trioserve.model.vision.qwen_vl import NORM_EPS, QwenVLConfig
 from trioserve.model.vision.tower import ACTIVATIONS, VisionTower
 from trioserve.vision.families.family import FamilyProcessing
 
-__all__ = ["QwenTower"]
+__all__ = ["GridLayer", "GridPlaces", "QwenTower"]
 
 THETA = 10_000.0
 
 
-class _Places(NamedTuple):
+class GridPlaces(NamedTuple):
     """Places of an image's patches. The patches of a square that becomes one row are consecutive.
 
     Attributes:
@@ -30,14 +32,15 @@ class _Places(NamedTuple):
         columns: int64 [patches].
         cosines: float32 [patches, 1, head_dim / 2].
         sines: the same shape.
-        windows: for windows of equal size, the indexes of their patches, int64 [windows, patches of a window].
+        windows: for windows of equal size, the indexes of their patches, int64 [windows, patches of a window]. Empty if
+            no layer has windows.
     """
 
     rows: Tensor
     columns: Tensor
     cosines: Tensor
     sines: Tensor
-    windows: tuple[Tensor, ...]
+    windows: tuple[Tensor, ...] = ()
 
 
 class QwenTower(VisionTower):
@@ -51,7 +54,7 @@ class QwenTower(VisionTower):
         if config.positions_per_side:
             self._patch_bias = self.plain("visual.patch_embed.proj.bias")
             self._positions = self.plain("visual.pos_embed.weight")
-        self._layers = [_Layer(self, config, index) for index in range(config.layer_count)]
+        self._layers = [self._layer(f"visual.blocks.{index}", index) for index in range(config.layer_count)]
         self._mergers = [_Merger(self, config, name) for name in config.mergers]
 
     def norm(self, name: str) -> Callable[[Tensor], Tensor]:
@@ -60,10 +63,17 @@ class QwenTower(VisionTower):
         Args:
             name: name of the norm, without ".weight".
         """
-        if self._config.kind != "qwen2_5_vl":
-            return self.layer_norm(name, NORM_EPS)
-        weight = self.plain(f"{name}.weight")
-        return lambda values: functional.rms_norm(values, weight.shape, weight, NORM_EPS)
+        return (self.rms_norm if self._config.kind == "qwen2_5_vl" else self.layer_norm)(name, NORM_EPS)
+
+    def _layer(self, name: str, index: int) -> GridLayer:
+        config = self._config
+        return GridLayer(
+            config.head_count,
+            [self.norm(f"{name}.norm{number}") for number in (1, 2)],
+            [self.linear(f"{name}.{part}") for part in ("attn.qkv", "attn.proj", *config.mlp_names)],
+            config.activation,
+            has_windows=config.window_size is not None and index not in config.whole_layers,
+        )
 
     def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
         places = self._places(tile)
@@ -97,7 +107,7 @@ class QwenTower(VisionTower):
         patches = squares.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
         return patches.expand(*patches.shape[:5], config.frame_count, size, size).flatten(4).flatten(0, 3)
 
-    def _places(self, tile: npt.NDArray[np.uint8]) -> _Places:
+    def _places(self, tile: npt.NDArray[np.uint8]) -> GridPlaces:
         config = self._config
         merge = config.merge_size
         down, across = (side // config.square for side in tile.shape[:2])
@@ -113,7 +123,7 @@ class QwenTower(VisionTower):
         exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=self.device) / (head_dim // 2)
         frequencies = 1.0 / THETA**exponents
         angles = torch.cat([places[:, None].float() * frequencies for places in (rows, columns)], dim=-1)[:, None]
-        return _Places(rows, columns, angles.cos(), angles.sin(), self._windows(squares))
+        return GridPlaces(rows, columns, angles.cos(), angles.sin(), self._windows(squares))
 
     def _windows(self, squares: Tensor) -> tuple[Tensor, ...]:
         size, count = self._config.window_size, self._config.merge_size**2
@@ -128,7 +138,7 @@ class QwenTower(VisionTower):
             found.setdefault(tuple(window.shape), []).append(patches)
         return tuple(torch.stack(windows) for windows in found.values())
 
-    def _interpolated(self, table: Tensor, tile: npt.NDArray[np.uint8], places: _Places) -> Tensor:
+    def _interpolated(self, table: Tensor, tile: npt.NDArray[np.uint8], places: GridPlaces) -> Tensor:
         """Return the learned position of each patch, interpolated between the four nearest ones of the table."""
         side = self._config.positions_per_side
         axes = []
@@ -145,19 +155,35 @@ class QwenTower(VisionTower):
         return found.to(self.torch_dtype)
 
 
-class _Layer:
-    """Attention over the patches of the image or of a window, and an MLP, each after a norm."""
+class GridLayer:
+    """Attention over the patches of the image or of a window, and an MLP, each after a norm. Positions in rows and
+    columns rotate queries and keys.
 
-    def __init__(self, tower: QwenTower, config: QwenVLConfig, index: int) -> None:
-        name = f"visual.blocks.{index}"
-        self._head_count = config.head_count
-        self._has_windows = config.window_size is not None and index not in config.whole_layers
-        self._qkv, self._output = tower.linear(f"{name}.attn.qkv"), tower.linear(f"{name}.attn.proj")
-        *self._inner, self._down = [tower.linear(f"{name}.{part}") for part in config.mlp_names]
-        self._norms = [tower.norm(f"{name}.norm{number}") for number in (1, 2)]
-        self._activate = _quick_gelu if config.activation == "quick_gelu" else ACTIVATIONS[config.activation]
+    Args:
+        head_count: heads of the attention.
+        norms: norm before the attention, and norm before the MLP.
+        linears: queries, keys and values in one; output of the attention; gate of the MLP if it has one; its inner and
+            its outer projection.
+        activation: activation of the MLP.
+        has_windows: True if patches attend only to the patches of the same window.
+    """
 
-    def __call__(self, hidden: Tensor, places: _Places) -> Tensor:
+    def __init__(
+        self,
+        head_count: int,
+        norms: Sequence[Callable[[Tensor], Tensor]],
+        linears: Sequence[Linear],
+        activation: VitActivation,
+        *,
+        has_windows: bool = False,
+    ) -> None:
+        self._head_count = head_count
+        self._norms = norms
+        self._qkv, self._output, *self._inner, self._down = linears
+        self._activate = ACTIVATIONS[activation]
+        self._has_windows = has_windows
+
+    def __call__(self, hidden: Tensor, places: GridPlaces) -> Tensor:
         qkv = self._qkv(self._norms[0](hidden)).view(len(hidden), 3, self._head_count, -1)
         queries, keys = (_rotated(qkv[:, part], places) for part in (0, 1))
         values = qkv[:, 2]
@@ -190,10 +216,6 @@ class _Merger:
         return self._second(functional.gelu(self._first(squares)))
 
 
-def _quick_gelu(values: Tensor) -> Tensor:
-    return values * torch.sigmoid(1.702 * values)
-
-
 def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attend to all patches of the same window. Each tensor is [windows, patches, heads, head_dim]."""
     attended = functional.scaled_dot_product_attention(
@@ -202,7 +224,7 @@ def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return attended.transpose(1, 2)
 
 
-def _rotated(heads: Tensor, places: _Places) -> Tensor:
+def _rotated(heads: Tensor, places: GridPlaces) -> Tensor:
     """Apply rotary positions of rows and columns. heads: [patches, heads, head_dim]."""
     first, second = heads.float().chunk(2, -1)
     cosines, sines = places.cosines, places.sines

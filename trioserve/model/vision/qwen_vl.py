@@ -11,9 +11,13 @@ from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
 from trioserve.model.loading.names import Shape
 from trioserve.model.model_config import LAYERS_MAX, ModelConfig
 from trioserve.model.vision.family import (
+    CLIP_MEAN,
+    CLIP_STD,
     DIMENSION_MAX,
     IMAGE_SIZE_MAX,
     VisionConfig,
+    VitActivation,
+    activation_of,
     check_range,
     image_token_id,
     pixel_fields,
@@ -25,17 +29,7 @@ from trioserve.vision.families.qwen_vl import QwenVLProcessing
 __all__ = ["QwenVLConfig", "read_qwen2_5_vl", "read_qwen2_vl", "read_qwen3_vl"]
 
 Kind: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
-QwenActivation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
 NORM_EPS = 1e-6
-# transformers computes with these colours unless the processor's file has others.
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_ACTIVATIONS: dict[str, QwenActivation] = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-}
 _NOTES = ("in_chans", "initializer_range", "spatial_patch_size", "tokens_per_second")
 
 
@@ -63,7 +57,7 @@ class QwenVLConfig(VisionConfig, frozen=True, kw_only=True, tag="qwen_vl"):
     patch_size: int
     frame_count: int
     merge_size: int
-    activation: QwenActivation
+    activation: VitActivation
     window_size: int | None = None
     whole_layers: tuple[int, ...] = ()
     positions_per_side: int = 0
@@ -165,7 +159,7 @@ def read_qwen2_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Q
         kind="qwen2_vl",
         hidden_size=hidden_size,
         intermediate_size=hidden_size * fields.whole_or("mlp_ratio", 4),
-        activation=_activation(fields, "quick_gelu"),
+        activation=activation_of(fields, "quick_gelu"),
         **_shared(fields, texts, patch_size=14, layer_count=32, output_field="hidden_size"),
     )
     return config, _processing(directory, outer, config, fields)
@@ -186,7 +180,7 @@ def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple
         kind="qwen2_5_vl",
         hidden_size=fields.whole_or("hidden_size", 3584),
         intermediate_size=fields.whole_or("intermediate_size", 3420),
-        activation=_activation(fields, "silu"),
+        activation=activation_of(fields, "silu"),
         window_size=window // max(square, 1),
         whole_layers=fields.wholes("fullatt_block_indexes") or (7, 15, 23, 31),
         **shared,
@@ -211,7 +205,7 @@ def read_qwen3_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Q
         kind="qwen3_vl",
         hidden_size=fields.whole_or("hidden_size", 1152),
         intermediate_size=fields.whole_or("intermediate_size", 4304),
-        activation=_activation(fields, "gelu_pytorch_tanh"),
+        activation=activation_of(fields, "gelu_pytorch_tanh"),
         positions_per_side=math.isqrt(positions),
         deep_layers=deep_layers,
         **_shared(fields, texts, patch_size=16, layer_count=27),
@@ -247,13 +241,6 @@ def _shared(
     }
 
 
-def _activation(fields: Fields, default: str) -> QwenActivation:
-    name = fields.text_or("hidden_act", default)
-    if name not in _ACTIVATIONS:
-        raise fields.wrong("hidden_act", " or ".join(_ACTIVATIONS))
-    return _ACTIVATIONS[name]
-
-
 def _processing(directory: Path, outer: Fields, config: QwenVLConfig, fields: Fields) -> QwenVLProcessing:
     _check_rope(fields)
     warn_of_unread("vision_config in config.json", unread_names(fields, _NOTES))
@@ -280,7 +267,7 @@ def _processing(directory: Path, outer: Fields, config: QwenVLConfig, fields: Fi
         pixels_max=pixels_max,
         embedding_size=config.output_size * (1 + len(config.deep_layers)),
         image_token_id=image_token_id(outer, 151_655),
-        **pixel_fields(images, resample=3, mean=_CLIP_MEAN, std=_CLIP_STD),
+        **pixel_fields(images, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
     )
 
 

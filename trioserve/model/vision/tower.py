@@ -91,6 +91,16 @@ class VisionTower:
         weight, bias = self.plain(f"{name}.weight"), self.plain(f"{name}.bias")
         return lambda values: functional.layer_norm(values, weight.shape, weight, bias, eps)
 
+    def rms_norm(self, name: str, eps: float) -> Callable[[Tensor], Tensor]:
+        """Register an RMS norm.
+
+        Args:
+            name: name of the norm, without ".weight".
+            eps: number that is added to the mean square.
+        """
+        weight = self.plain(f"{name}.weight")
+        return lambda values: functional.rms_norm(values, weight.shape, weight, eps)
+
     def slots(self) -> Iterator[TensorSlot]:
         for name, place in self._plain.items():
             yield TensorSlot(name, tuple(place.shape), self.torch_dtype, place.copy_)

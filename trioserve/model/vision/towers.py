@@ -17,7 +17,8 @@ from trioserve.model.vision.gemma3 import Gemma3Config
 from trioserve.model.vision.idefics3 import Idefics3Config
 from trioserve.model.vision.internvl import InternvlConfig
 from trioserve.model.vision.llava import LlavaConfig
-from trioserve.model.vision.qwen_tower import QwenTower
+from trioserve.model.vision.pixtral import PIXTRAL_NORM_EPS, PixtralConfig
+from trioserve.model.vision.qwen_tower import GridLayer, GridPlaces, QwenTower
 from trioserve.model.vision.qwen_vl import QwenVLConfig
 from trioserve.model.vision.tower import VisionTower, Vit
 from trioserve.vision.families.family import FamilyProcessing
@@ -144,10 +145,61 @@ class LlavaTower(VisionTower):
         return torch.cat((rows[0], torch.cat((lines, ends), dim=-1).flatten(1).T))
 
 
+class PixtralTower(VisionTower):
+    """A transformer over the patches of an image of any aspect ratio, and an MLP."""
+
+    def __init__(self, config: PixtralConfig, processing: FamilyProcessing, **place: Any) -> None:
+        super().__init__(config, processing, **place)
+        self._config = config
+        self._patch = self.plain("vision_model.patch_conv.weight")
+        self._first_norm = self.rms_norm("vision_model.ln_pre", PIXTRAL_NORM_EPS)
+        self._layers = [self._layer(f"vision_model.encoder.layers.{index}") for index in range(config.layer_count)]
+        self._up, self._down = (self.linear(f"multi_modal_projector.linear_{number}") for number in (1, 2))
+        if config.merge_size is not None:
+            self._merger_norm = self.rms_norm("multi_modal_projector.norm", config.merger_eps)
+            self._merger = self.linear("multi_modal_projector.patch_merger.merging_layer")
+
+    def _layer(self, name: str) -> GridLayer:
+        return GridLayer(
+            self._config.head_count,
+            [self.rms_norm(f"{name}.{norm}_norm", PIXTRAL_NORM_EPS) for norm in ("attention", "ffn")],
+            [
+                self.linear(*(f"{name}.attention.{part}_proj" for part in ("q", "k", "v"))),
+                self.linear(f"{name}.attention.o_proj"),
+                *(self.linear(f"{name}.feed_forward.{part}_proj") for part in ("gate", "up", "down")),
+            ],
+            self._config.activation,
+        )
+
+    def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
+        pixels = torch.from_numpy(self.pixels(tile)).to(self.device, self.torch_dtype)
+        found = functional.conv2d(pixels[None], self._patch, stride=self._config.patch_size)[0]
+        places = self._places(*found.shape[1:])
+        hidden = self._first_norm(found.flatten(1).T)
+        for layer in self._layers:
+            hidden = layer(hidden, places)
+            yield
+        if self._config.merge_size is not None:
+            squares = self._merger_norm(hidden).T.view(1, *found.shape)
+            size = self._config.merge_size
+            hidden = self._merger(functional.unfold(squares, size, stride=size)[0].T)
+        return self._down(functional.gelu(self._up(hidden)))
+
+    def _places(self, row_count: int, column_count: int) -> GridPlaces:
+        patches = torch.arange(row_count * column_count, device=self.device)
+        rows, columns = patches // column_count, patches % column_count
+        head_dim = self._config.hidden_size // self._config.head_count
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=self.device) / head_dim
+        frequencies = 1.0 / self._config.theta**exponents
+        angles = torch.cat((rows[:, None] * frequencies[::2], columns[:, None] * frequencies[1::2]), dim=-1)[:, None]
+        return GridPlaces(rows, columns, angles.cos(), angles.sin())
+
+
 _TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
     Gemma3Config: Gemma3Tower,
     Idefics3Config: Idefics3Tower,
     QwenVLConfig: QwenTower,
     InternvlConfig: InternvlTower,
     LlavaConfig: LlavaTower,
+    PixtralConfig: PixtralTower,
 }
