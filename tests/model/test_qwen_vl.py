@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from trioserve.assemble import open_engine
-from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
 from trioserve.contracts.media import ImageLimits
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
@@ -35,7 +35,7 @@ from trioserve.vision.families.qwen_vl import QwenVLProcessing
 pytestmark = pytest.mark.slow
 
 LOGPROB_TOLERANCE = 1e-3
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def image_file(width: int, height: int, seed: int = 0) -> bytes:
@@ -242,3 +242,22 @@ def test_token_counts_of_real_sizes_equal_those_of_transformers() -> None:
             plan = processing.plan(width, height)
             assert (plan.tile_height, plan.tile_width) == smart_resize(height, width, square, low, high)
             assert plan.row_count * processing.row_bytes <= processing.image_bytes_max
+
+
+@pytest.mark.parametrize(
+    "group, name, value, message",
+    [
+        ("vision_config", "deepstack_visual_indexes", [0], r"it must be \[\] for this family"),
+        ("text_config", "rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0}, "lacks mrope_section"),
+    ],
+)
+def test_unsupported_field_of_qwen_3_5_is_refused_by_name(
+    group: str, name: str, value: object, message: str, qwen_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(qwen_checkpoint("qwen3_5"), copy)
+    config = json.loads((copy / "config.json").read_text())
+    config[group][name] = value
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=message):
+        open_checkpoint(copy)

@@ -61,6 +61,29 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "qwen2_vl": ({}, {**_EYES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
+    "qwen3_5": (
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [3, 3, 2],
+            },
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_value_heads": 16,
+            "linear_num_key_heads": 8,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        {
+            **_EYES,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 36,
+        },
+    ),
     "qwen3_vl": (
         {"head_dim": 16},
         {

@@ -470,7 +470,10 @@ class RotaryAngles:
         self._magnitudes = torch.cat((magnitudes, magnitudes)).to(device)
         self._signs = torch.cat((-magnitudes, magnitudes)).to(device)
         axes = None if rotary is None else rotary.axes
-        self._axes = None if axes is None else torch.tensor(axes + axes, device=device)
+        self._axes = None
+        if axes is not None:
+            axes += (0,) * (head_dim // 2 - len(axes))  # The angle of these pairs is 0.
+            self._axes = torch.tensor(axes + axes, device=device)
         self._table: tuple[Tensor, Tensor] | None = None
         if 2 * config.context_tokens_max * head_dim * dtype.itemsize <= ANGLE_TABLE_BYTES_MAX:
             self._table = self._computed(torch.arange(config.context_tokens_max, device=device)[:, None, None])

@@ -27,7 +27,7 @@ from trioserve.model.layer_config import (
 from trioserve.model.loading.fields import Fields
 from trioserve.model.model_config import LAYERS_MAX, Dtype, ModelConfig
 
-__all__ = ["ModelFields", "RopeReader", "is_long", "windowed_layers"]
+__all__ = ["ModelFields", "RopeReader", "is_long", "windowed_layers", "with_axes"]
 
 RopeReader = Callable[["ModelFields", str | None, float], tuple[float, RopeScaling | None]]
 
@@ -519,3 +519,36 @@ def windowed_layers(
         windows: window of each layer in tokens, or None for full attention.
     """
     return [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]
+
+
+def with_axes(
+    fields: ModelFields, attention: AttentionConfig, default: tuple[int, int, int], *, alternates: bool = False
+) -> AttentionConfig:
+    """Return the attention with the axes of M-RoPE (arXiv 2409.12191).
+
+    Without mrope_section, the attention has axes only if the default fits its heads. Otherwise it reads only texts.
+
+    Args:
+        fields: fields of the language model.
+        attention: attention whose rotary embedding was read.
+        default: value of a missing mrope_section.
+        alternates: the positions in time, row and column rotate pairs in turn, and time also rotates the last pairs.
+            False: each position rotates a range of pairs.
+    """
+    rope = fields.group_or_none("rope_parameters") or fields.group_or_none("rope_scaling")
+    named = () if rope is None else rope.wholes("mrope_section")
+    sections = named or default
+    assert attention.rotary is not None, "the rotary embedding was read"
+    pairs = attention.rotary.rotated_dims // 2
+    if not named and sum(sections) != pairs:
+        return attention
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs:
+        raise ModelLoadError(
+            f"mrope_section in {fields.source} is {list(sections)}, but must be three numbers with sum {pairs}, which "
+            "is half of the rotated part of a head"
+        )
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if alternates:
+        axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
+    rotary = msgspec.structs.replace(attention.rotary, axes=tuple(axes))
+    return msgspec.structs.replace(attention, rotary=rotary)

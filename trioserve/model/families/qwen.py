@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Family, GgufNaming, Naming
-from trioserve.model.families.model_fields import ModelFields, windowed_layers
+from trioserve.model.families.model_fields import ModelFields, windowed_layers, with_axes
 from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, LayerConfig
 from trioserve.model.model_config import ModelConfig
 
@@ -90,31 +89,6 @@ _VL_DEFAULTS = {
 }
 
 
-def _with_axes(fields: ModelFields, attention: AttentionConfig, *, alternates: bool = False) -> AttentionConfig:
-    """Return the attention with the axes of M-RoPE.
-
-    Args:
-        alternates: the positions in time, row and column rotate pairs in turn, and time also rotates the last pairs.
-            False: each position rotates a range of pairs.
-    """
-    rope = fields.group_or_none("rope_parameters") or fields.group_or_none("rope_scaling")
-    sections = () if rope is None else rope.wholes("mrope_section")
-    assert attention.rotary is not None, "the rotary embedding was read"
-    pairs = attention.rotary.rotated_dims // 2
-    if not sections:  # The default of transformers for heads of 128 numbers.
-        sections = (24, 20, 20) if alternates else (16, 24, 24)
-    if len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs:
-        raise ModelLoadError(
-            f"mrope_section in {fields.source} is {list(sections)}, but must be three numbers with sum {pairs}, which "
-            "is half of the size of a head"
-        )
-    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
-    if alternates:
-        axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
-    rotary = msgspec.structs.replace(attention.rotary, axes=tuple(axes))
-    return msgspec.structs.replace(attention, rotary=rotary)
-
-
 def _qwen2_vl(name: str, *with_images: str) -> Family:
     """Return the language model of Qwen2-VL or Qwen2.5-VL. Both are equal."""
     return Family(
@@ -122,7 +96,9 @@ def _qwen2_vl(name: str, *with_images: str) -> Family:
         classes=(),
         model_type=f"{name}_text",
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": 4096},
-        describe=lambda fields: _described(fields, name, _with_axes(fields, fields.attention(has_bias=True))),
+        describe=lambda fields: _described(
+            fields, name, with_axes(fields, fields.attention(has_bias=True), (16, 24, 24))
+        ),
         with_images=with_images,
         text_defaults={
             "vocab_size": 152_064,
@@ -154,7 +130,7 @@ QWEN3_VL = Family(
     model_type="qwen3_vl_text",
     defaults={"num_key_value_heads": 32, "rope_theta": 500_000.0},
     describe=lambda fields: _described(
-        fields, "qwen3_vl", _with_axes(fields, _qwen3_attention(fields), alternates=True)
+        fields, "qwen3_vl", with_axes(fields, _qwen3_attention(fields), (24, 20, 20), alternates=True)
     ),
     with_images=("Qwen3VLForConditionalGeneration",),
     text_defaults=_VL_DEFAULTS,
@@ -172,7 +148,7 @@ def _describe_qwen3_moe(fields: ModelFields) -> ModelConfig:
 
 def _describe_qwen3_vl_moe(fields: ModelFields) -> ModelConfig:
     experts = msgspec.structs.replace(_experts(fields), normalizes=True)
-    attention = _with_axes(fields, _qwen3_attention(fields, None), alternates=True)
+    attention = with_axes(fields, _qwen3_attention(fields, None), (24, 20, 20), alternates=True)
     return _described_moe(fields, "qwen3_vl_moe", attention, experts)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 (language models only), dense or with experts and one shared expert.
+"""Qwen3-Next and Qwen3.5, dense or with experts and one shared expert.
 
 Most layers have the gated delta rule instead of attention. The attention layers multiply their output by a gate.
 """
@@ -6,7 +6,7 @@ Most layers have the gated delta rule instead of attention. The attention layers
 from __future__ import annotations
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
-from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.families.model_fields import ModelFields, with_axes
 from trioserve.model.layer_config import DeltaNetConfig, ExpertsConfig, LayerConfig, MlpConfig
 from trioserve.model.model_config import ModelConfig
 
@@ -60,6 +60,8 @@ def _described(fields: ModelFields, family: str, mlps: list[MlpConfig | ExpertsC
         has_bias=has_bias,
         has_output_bias=has_bias,
     )
+    if family != "qwen3_next":
+        attention = with_axes(fields, attention, (11, 11, 10), alternates=True)
     delta = DeltaNetConfig(
         head_count=fields.whole_or("linear_num_value_heads", 32),
         group_count=fields.whole_or("linear_num_key_heads", 16),

@@ -22,7 +22,7 @@ from trioserve.model.vision.idefics3 import read_idefics3
 from trioserve.model.vision.internvl import read_internvl
 from trioserve.model.vision.llava import read_llava, read_onevision
 from trioserve.model.vision.pixtral import read_mistral3
-from trioserve.model.vision.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
+from trioserve.model.vision.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_5, read_qwen3_vl
 from trioserve.vision.families.registry import ImageProcessing
 
 __all__ = ["IMAGE_FAMILIES", "VisionPart"]
@@ -38,6 +38,8 @@ IMAGE_FAMILIES: dict[str, _Read] = {
     "Qwen2VLForConditionalGeneration": read_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
+    "Qwen3_5ForConditionalGeneration": read_qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": read_qwen3_5,
     "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl,
     "SmolVLMForConditionalGeneration": read_idefics3,
 }

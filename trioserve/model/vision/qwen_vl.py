@@ -1,4 +1,5 @@
-"""The image encoders of Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631)."""
+"""The image encoders of Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923), Qwen3-VL (arXiv 2511.21631)
+and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from trioserve.model.vision.family import (
 )
 from trioserve.vision.families.qwen_vl import QwenVLProcessing
 
-__all__ = ["QwenVLConfig", "read_qwen2_5_vl", "read_qwen2_vl", "read_qwen3_vl"]
+__all__ = ["QwenVLConfig", "read_qwen2_5_vl", "read_qwen2_vl", "read_qwen3_5", "read_qwen3_vl"]
 
 Kind: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 NORM_EPS = 1e-6
@@ -162,7 +163,7 @@ def read_qwen2_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Q
         activation=activation_of(fields, "quick_gelu"),
         **_shared(fields, texts, patch_size=14, layer_count=32, output_field="hidden_size"),
     )
-    return config, _processing(directory, outer, config, fields)
+    return config, _processing(directory, outer, texts, config, fields)
 
 
 def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
@@ -185,7 +186,7 @@ def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple
         whole_layers=fields.wholes("fullatt_block_indexes") or (7, 15, 23, 31),
         **shared,
     )
-    return config, _processing(directory, outer, config, fields)
+    return config, _processing(directory, outer, texts, config, fields)
 
 
 def read_qwen3_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
@@ -197,10 +198,31 @@ def read_qwen3_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Q
         texts: config of the language model.
     """
     fields = vision_fields(outer)
+    deep_layers = fields.wholes("deepstack_visual_indexes") if "deepstack_visual_indexes" in fields else (8, 16, 24)
+    return _read_qwen3(directory, outer, texts, deep_layers, 151_655)
+
+
+def read_qwen3_5(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
+    """Read the config files of Qwen3.5, whose encoder is that of Qwen3-VL without DeepStack.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    fields = vision_fields(outer)
+    if fields.wholes("deepstack_visual_indexes"):
+        raise fields.wrong("deepstack_visual_indexes", "[] for this family")
+    return _read_qwen3(directory, outer, texts, (), 248_056)
+
+
+def _read_qwen3(
+    directory: Path, outer: Fields, texts: ModelConfig, deep_layers: tuple[int, ...], image_token: int
+) -> tuple[QwenVLConfig, QwenVLProcessing]:
+    fields = vision_fields(outer)
     positions = fields.whole_or("num_position_embeddings", 2304)
     if not (positions >= 1 and math.isqrt(positions) ** 2 == positions):
         raise fields.wrong("num_position_embeddings", "a square")
-    deep_layers = fields.wholes("deepstack_visual_indexes") if "deepstack_visual_indexes" in fields else (8, 16, 24)
     config = QwenVLConfig(
         kind="qwen3_vl",
         hidden_size=fields.whole_or("hidden_size", 1152),
@@ -215,7 +237,7 @@ def read_qwen3_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Q
             f"deepstack_visual_indexes in the vision_config has {len(deep_layers)} layers, but the language model has "
             f"only {texts.layer_count}: the checkpoint's config is damaged"
         )
-    return config, _processing(directory, outer, config, fields)
+    return config, _processing(directory, outer, texts, config, fields, image_token)
 
 
 def _shared(
@@ -241,7 +263,19 @@ def _shared(
     }
 
 
-def _processing(directory: Path, outer: Fields, config: QwenVLConfig, fields: Fields) -> QwenVLProcessing:
+def _processing(
+    directory: Path,
+    outer: Fields,
+    texts: ModelConfig,
+    config: QwenVLConfig,
+    fields: Fields,
+    image_token: int = 151_655,
+) -> QwenVLProcessing:
+    if not any(rotary is not None and rotary.axes for rotary, _ in texts.rotaries):
+        raise ModelLoadError(
+            "the text_config lacks mrope_section, which divides the rotated numbers of a head between the positions of "
+            "an image: fetch the checkpoint again"
+        )
     _check_rope(fields)
     warn_of_unread("vision_config in config.json", unread_names(fields, _NOTES))
     images = processor_fields(directory)
@@ -266,7 +300,7 @@ def _processing(directory: Path, outer: Fields, config: QwenVLConfig, fields: Fi
         pixels_min=pixels_min,
         pixels_max=pixels_max,
         embedding_size=config.output_size * (1 + len(config.deep_layers)),
-        image_token_id=image_token_id(outer, 151_655),
+        image_token_id=image_token_id(outer, image_token),
         **pixel_fields(images, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
     )
 
