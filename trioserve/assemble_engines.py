@@ -16,7 +16,9 @@ from trioserve.assemble_model import LoggedProgress
 from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.engine.engine import Engine
 from trioserve.model.device import free_host_bytes
+from trioserve.model.drafts.checkpoints import DraftSource, draft_source
 from trioserve.model.estimate import estimate_model
+from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.default_model import resolve_model
 from trioserve.options.engine import EngineOptions
 from trioserve.options.hosting import GIB, KV_CACHE_GIB, MEMORY_SHARE, HostedModelOptions
@@ -68,7 +70,7 @@ def model_spec(model: HostedModelOptions, common: Mapping[str, Any], *, keep_ali
         own = {name: value for name, value in model.engine.items() if name in known}
         options = engine_options_of(HostedModelOptions(name=model.name, path=model.path, engine=own), common)
         try:
-            estimate = estimate_model(resolve_model(model.path), options.model_settings())
+            estimate = estimate_model(resolve_model(model.path), options.model_settings(), partial(_draft, options))
         except TrioserveError as error:
             raise StartupError(f'the hosted model "{model.name}" cannot be read: {error}') from None
         sizes["bytes"] = estimate.total_bytes
@@ -86,6 +88,16 @@ def model_spec(model: HostedModelOptions, common: Mapping[str, Any], *, keep_ali
         priority=model.priority,
         group=model.group,
     )
+
+
+def _draft(options: EngineOptions, target: Checkpoint) -> DraftSource | None:
+    """Open the draft model of a hosted model. None if draft tokens come from the text, or there are none."""
+    drafts = options.drafts()
+    if drafts is None or drafts.source == "text":
+        return None
+    path = None if drafts.model is None else resolve_model(drafts.model, revision=drafts.revision)
+    settings = drafts.settings_of_draft(options.model_settings())
+    return draft_source(drafts.model or drafts.source, path, target, settings, drafts.token_count)
 
 
 def memory_budget(memory_gib: float | None) -> int:

@@ -17,7 +17,6 @@ from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.media import AudioProcessing, ImageEncoder
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.drafts.checkpoints import EagleCheckpoint, check_same_tokens
-from trioserve.model.drafts.settings import DraftSettings
 from trioserve.model.fingerprint import fingerprint_of, weights_name
 from trioserve.model.loading.adapter_directory import allowed_directory, read_adapter
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
@@ -26,7 +25,6 @@ from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_e
 from trioserve.model.loading.generation_defaults import GenerationDefaults, generation_defaults
 from trioserve.model.loading.settings import generation_settings
 from trioserve.model.number_formats import Dtype
-from trioserve.model.settings import ModelSettings
 from trioserve.options.engine import EngineOptions
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.templates.chat_template import chat_template_text
@@ -270,20 +268,6 @@ class ModelFiles:
             directory = allowed_directory(directory, [Path(allowed) for allowed in options.adapter_directories])
         return read_adapter(directory, checkpoint.config, dtype=self.adapter_dtype, rank_max=options.max_lora_rank)
 
-    def draft_settings(self, drafts: DraftSettings) -> ModelSettings:
-        """Return the settings with which the draft model is computed.
-
-        Args:
-            drafts: settings of draft tokens.
-        """
-        return msgspec.structs.replace(
-            self._options.model_settings(),
-            quantization=drafts.quantization,
-            context_tokens_max=None,
-            draft_tokens=0,
-            max_lora_graph_rank=0,  # The draft model has no adapters.
-        )
-
     async def _fetched(self, name: str, *, with_weights: bool = True, revision: str | None = None) -> Path:
         """Return the path of a model, and download it first if it is not on this machine.
 
@@ -327,7 +311,8 @@ class ModelFiles:
         from trioserve.model.drafts.checkpoints import draft_source
 
         name = drafts.model or drafts.source
-        draft = draft_source(name, path, checkpoint, self.draft_settings(drafts), drafts.token_count)
+        settings = drafts.settings_of_draft(self._options.model_settings())
+        draft = draft_source(name, path, checkpoint, settings, drafts.token_count)
         if path is not None and not isinstance(draft.checkpoint, EagleCheckpoint):
             check_same_tokens(_make_tokenizer(checkpoint), load_tokenizer(path), name)
         return draft

@@ -222,7 +222,7 @@ class RankedModel:
             draft = DraftSetup(
                 name=drafts.model or drafts.source,
                 path=None if self._files.draft_path is None else str(self._files.draft_path),
-                settings=self._files.draft_settings(drafts),
+                settings=drafts.settings_of_draft(whole),
                 token_count=drafts.token_count,
             )
         is_far = options.nnodes > 1

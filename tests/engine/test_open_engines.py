@@ -95,3 +95,11 @@ async def test_wrong_models_are_refused_at_once(models, sentence):
     with pytest.raises(StartupError, match=sentence):
         async with trioserve.open_engines(models, memory=1.0):
             pass
+
+
+async def test_memory_of_a_model_includes_its_draft_model():
+    drafting = {**MODELS["a"], "speculative_model": "smollm2", "speculative_quantization": "none"}
+    async with trioserve.open_engines({**MODELS, "c": drafting}, **SMALL) as engines:
+        statuses = engines.statuses()
+        weights_min = 2 * 130_000_000  # parameters in bfloat16
+        assert statuses["c"].bytes - statuses["a"].bytes > weights_min

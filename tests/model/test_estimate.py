@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.estimate import estimate_checkpoint, estimate_model
-from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.drafts.checkpoints import DraftSource, draft_source
+from trioserve.model.estimate import PROGRAM_BYTES, estimate_checkpoint, estimate_model
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.loading.safetensors import UnfetchedCheckpoint
 from trioserve.model.runner import ModelRunner
@@ -46,6 +47,40 @@ def test_estimated_kv_cache_equals_that_of_the_loaded_model(
             assert (estimate.path, estimate.why_slower) == ("torch", "cpu_kernels is torch")
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize(("kind", "family"), [("model", "llama"), ("eagle", "smollm3"), ("mtp", "deepseek-v3")])
+def test_estimate_includes_the_draft_model(
+    kind: str,
+    family: str,
+    tiny_checkpoint: Callable[..., Path],
+    tiny_eagle: ModuleType,
+    tiny_mtp: ModuleType,
+    tmp_path: Path,
+) -> None:
+    path, draft_path = tiny_checkpoint(family), None
+    if kind == "mtp":
+        path = tiny_mtp.write_mtp(path, tmp_path)
+    else:
+        draft_path = tiny_checkpoint("llama") if kind == "model" else tiny_eagle.write_eagle(tmp_path / "head")
+    settings = ModelSettings(device="cpu", cpu_kernels="torch", kv_cache_bytes=2**22)
+
+    def open_draft(target: Checkpoint) -> DraftSource:
+        return draft_source("small", draft_path, target, settings, 4)
+
+    plain, estimate = estimate_model(path, settings), estimate_model(path, settings, open_draft)
+    checkpoint = open_checkpoint(path, uses_further_layers=True)
+    runner = ModelRunner.load(checkpoint, settings, draft=open_draft(checkpoint))
+    try:
+        assert estimate.kv_tokens == runner.block_count * runner.block_size < plain.kv_tokens
+        assert estimate.kv_bytes == runner.kv_cache_bytes <= 2**22
+        assert estimate.fixed_bytes - plain.fixed_bytes == estimate.draft_bytes > 0
+    finally:
+        runner.close()
+    if kind == "model":
+        draft = estimate_model(tiny_checkpoint("llama"), settings)
+        assert estimate.draft_bytes == draft.fixed_bytes - PROGRAM_BYTES
+        assert estimate.kv_token_bytes == plain.kv_token_bytes + draft.kv_token_bytes
 
 
 @pytest.mark.parametrize("quantization", ["none", "file", "int8", "int4"])

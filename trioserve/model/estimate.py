@@ -6,7 +6,7 @@ Only configs and the headers of files are read. torch is imported only if an NVI
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -23,12 +23,15 @@ from trioserve.model.device import (
     pick_vision_dtype,
 )
 from trioserve.model.diffusion.directory import ImageDirectory, is_image_model
+from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint
+from trioserve.model.drafts.draft_model import spare_block_count
 from trioserve.model.gpu import with_device_defaults
 from trioserve.model.loaded_models import check_kv_settings, check_torch
 from trioserve.model.loading.audio_part import audio_shapes
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
-from trioserve.model.loading.stored_tensor import FP8_ROWS, StoredTensor
+from trioserve.model.loading.safetensors import stored_tensors
+from trioserve.model.loading.stored_tensor import FP8_ROWS, STORAGE_BYTES, StoredTensor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import why_not_native
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, kv_format_of
@@ -55,8 +58,9 @@ class ModelEstimate(msgspec.Struct, frozen=True, kw_only=True):
         quantization: quantization of the weights in memory, see settle_quantization. "none" dequantizes the file's.
         context_tokens_max: longest sequence in tokens. 0 for an encoder of images or an image model.
         weight_bytes: weights in memory.
+        draft_bytes: weights and buffers of the draft model. 0 if there is none.
         vision_bytes: weights of the image or audio encoder. 0 if the model is served without images and sound.
-        kv_token_bytes: KV of one token in all layers.
+        kv_token_bytes: KV of one token in all layers, including those of the draft model.
         state_bytes: states of one running sequence. 0 if no layer keeps a state.
         kv_bytes: the whole KV cache, with the states of running sequences and copies of states.
         kv_tokens: tokens that fit into the KV cache.
@@ -73,6 +77,7 @@ class ModelEstimate(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens_max: int = 0
     weight_bytes: int
     vision_bytes: int = 0
+    draft_bytes: int = 0
     kv_token_bytes: int = 0
     state_bytes: int = 0
     kv_bytes: int = 0
@@ -83,7 +88,7 @@ class ModelEstimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fixed_bytes(self) -> int:
         """Memory of everything but the KV cache, in bytes."""
-        return self.weight_bytes + self.vision_bytes + self.overhead_bytes
+        return self.weight_bytes + self.vision_bytes + self.draft_bytes + self.overhead_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -91,12 +96,15 @@ class ModelEstimate(msgspec.Struct, frozen=True, kw_only=True):
         return self.fixed_bytes + self.kv_bytes
 
 
-def estimate_model(path: Path, settings: ModelSettings) -> ModelEstimate:
-    """Estimate the memory of a model: for text, an encoder, or an image model. A draft model is not included.
+def estimate_model(
+    path: Path, settings: ModelSettings, open_draft: Callable[[Checkpoint], DraftSource | None] = lambda target: None
+) -> ModelEstimate:
+    """Estimate the memory of a model: for text, an encoder, or an image model.
 
     Args:
         path: directory or .gguf file, see resolve_model.
         settings: settings of the model, as for ModelRunner.load.
+        open_draft: returns the draft model of a model for text.
 
     Raises:
         ModelLoadError: the model is not supported, or damaged.
@@ -108,15 +116,19 @@ def estimate_model(path: Path, settings: ModelSettings) -> ModelEstimate:
     encoder = opened_encoder(path)
     if encoder is not None:
         return _of_encoder(encoder, settings)
-    return estimate_checkpoint(open_checkpoint(path, context_tokens=settings.context_tokens_max), settings)
+    checkpoint = open_checkpoint(path, context_tokens=settings.context_tokens_max, uses_further_layers=True)
+    return estimate_checkpoint(checkpoint, settings, draft=open_draft(checkpoint))
 
 
-def estimate_checkpoint(checkpoint: Checkpoint, settings: ModelSettings, *, with_cache: bool = True) -> ModelEstimate:
+def estimate_checkpoint(
+    checkpoint: Checkpoint, settings: ModelSettings, *, draft: DraftSource | None = None, with_cache: bool = True
+) -> ModelEstimate:
     """Estimate the memory of an opened checkpoint.
 
     Args:
         checkpoint: the model.
         settings: settings of the model.
+        draft: draft model.
         with_cache: False: the result has no KV cache, so it is no error if none fits.
 
     Raises:
@@ -147,11 +159,22 @@ def estimate_checkpoint(checkpoint: Checkpoint, settings: ModelSettings, *, with
         values = sum(map(math.prod, audio_shapes(checkpoint.audio.config).values()))
         vision_bytes = values * VALUE_BYTES[pick_vision_dtype(dtype, device)]
     logit_bytes = settings.sequences_max * config.vocab_size * VALUE_BYTES["float32"]
-    fixed_bytes = weight_bytes + vision_bytes + PROGRAM_BYTES + logit_bytes
+    draft_bytes, draft_block_bytes = (0, 0) if draft is None else _draft_bytes(draft, dtype)
+    spare_count = 0 if draft is None else spare_block_count(draft.token_count, settings.block_size)
+    fixed_bytes = weight_bytes + vision_bytes + draft_bytes + PROGRAM_BYTES + logit_bytes
     size = CacheSize(0, 0, 0)
     if with_cache:
-        size = cache_size(config, settings, device, dtype, used_bytes=fixed_bytes)
-    block_bytes = kv_block_bytes(config, settings.block_size, dtype, kv_format_of(settings))
+        size = cache_size(
+            config,
+            settings,
+            device,
+            dtype,
+            draft_block_bytes=draft_block_bytes,
+            draft_block_count=spare_count,
+            used_bytes=fixed_bytes,
+        )
+    block_bytes = kv_block_bytes(config, settings.block_size, dtype, kv_format_of(settings)) + draft_block_bytes
+    spare_bytes = spare_count * draft_block_bytes if with_cache else 0
     state_bytes = (size.state_slot_count + size.snapshot_slot_count) * config.state_bytes
     return ModelEstimate(
         family=config.family,
@@ -163,13 +186,37 @@ def estimate_checkpoint(checkpoint: Checkpoint, settings: ModelSettings, *, with
         context_tokens_max=settings.context_tokens_max or config.context_tokens_max,
         weight_bytes=weight_bytes,
         vision_bytes=vision_bytes,
+        draft_bytes=draft_bytes,
         kv_token_bytes=block_bytes // settings.block_size,
         state_bytes=config.state_bytes,
-        kv_bytes=size.block_count * block_bytes + state_bytes,
+        kv_bytes=size.block_count * block_bytes + spare_bytes + state_bytes,
         kv_tokens=size.block_count * settings.block_size,
         stream_count_max=size.state_slot_count if config.state_bytes else None,
         overhead_bytes=PROGRAM_BYTES + logit_bytes,
     )
+
+
+def _draft_bytes(draft: DraftSource, dtype: Dtype) -> tuple[int, int]:
+    """Return the memory of a draft model without its KV cache, and of one block of its KV cache.
+
+    Args:
+        draft: the draft model.
+        dtype: number format of the target model.
+    """
+    checkpoint, settings = draft.checkpoint, draft.settings
+    head_values = 0  # Values of a head in the format of the target model, with its copy of the embedding.
+    if isinstance(checkpoint, EagleCheckpoint):
+        tensors = stored_tensors(checkpoint.path.parent, tuple(STORAGE_BYTES)).values()
+        head_values = sum(math.prod(tensor.shape) for tensor in tensors)
+        head_values += checkpoint.config.vocab_size * checkpoint.config.hidden_size
+        block_bytes = kv_block_bytes(checkpoint.config, settings.block_size, dtype, "plain")
+        return head_values * VALUE_BYTES[dtype], block_bytes
+    if isinstance(checkpoint, MtpCheckpoint):
+        size, checkpoint = checkpoint.config.hidden_size, checkpoint.layer
+        head_values = 2 * size * (size + draft.checkpoint.config.vocab_size)
+    estimate = estimate_checkpoint(checkpoint, settings, with_cache=False)
+    own_bytes = estimate.fixed_bytes - PROGRAM_BYTES + head_values * VALUE_BYTES[dtype]
+    return own_bytes, estimate.kv_token_bytes * settings.block_size
 
 
 def cpu_weight_bytes(

@@ -24,9 +24,19 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import DraftTask, DraftTimes, IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.model.step_model import ComputedStep
 
-__all__ = ["DraftModel"]
+__all__ = ["DraftModel", "spare_block_count"]
 
 DRAFTING_SEQS_MAX = 32  # Largest number of sequences with draft tokens in one step. The core schedules fewer.
+
+
+def spare_block_count(token_count_max: int, block_size: int) -> int:
+    """Return the number of blocks for the KV of the draft tokens of one step.
+
+    Args:
+        token_count_max: largest number of draft tokens of a request in one step.
+        block_size: tokens of one block.
+    """
+    return DRAFTING_SEQS_MAX * -(-token_count_max // block_size)
 
 
 TakeTapped = Callable[[Mapping[RequestId, Any]], None]
@@ -102,11 +112,8 @@ class DraftModel:
         self._block_size = block_size
         self._block_count = 0
         self._spare_per_row = -(-token_count_max // block_size)
-
-    @property
-    def spare_block_count(self) -> int:
-        """Number of blocks for the KV of draft tokens, in addition to the blocks that requests own."""
-        return DRAFTING_SEQS_MAX * self._spare_per_row
+        # Blocks for the KV of draft tokens, in addition to the blocks that requests own.
+        self.spare_block_count = spare_block_count(token_count_max, block_size)
 
     def allocate_kv(self, block_count: int) -> None:
         self._block_count = block_count

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.settings import QuantizationName
+from trioserve.model.settings import ModelSettings, QuantizationName
 
 __all__ = ["DRAFT_TOKENS_MAX", "DraftSettings", "draft_settings"]
 
@@ -42,6 +42,20 @@ class DraftSettings(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None = None
     quantization: QuantizationName = "auto"
     ignored: tuple[str, ...] = ()
+
+    def settings_of_draft(self, settings: ModelSettings) -> ModelSettings:
+        """Return the settings with which the draft model is computed.
+
+        Args:
+            settings: settings of the target model.
+        """
+        return msgspec.structs.replace(
+            settings,
+            quantization=self.quantization,
+            context_tokens_max=None,
+            draft_tokens=0,
+            max_lora_graph_rank=0,  # The draft model has no adapters.
+        )
 
 
 def draft_settings(
