@@ -14,6 +14,7 @@ from trioserve.commands.child_processes import ParentProcess, child_sockets, rel
 from trioserve.commands.hosting import ModelProcesses, hosted_models
 from trioserve.config import Config, add_arguments, config_from, make_config
 from trioserve.contracts.errors import StartupError
+from trioserve.model.loading.settings import lora_modules
 from trioserve.options.hosting import HostedModelOptions
 
 
@@ -59,6 +60,20 @@ def test_hosted_model_has_the_names_of_its_adapters(given):
     assert model.adapters == ("fr",)
     flags = ModelProcesses(made, [model]).command("a")
     assert "fr" in flags[flags.index("--lora-modules") + 1]
+
+
+def test_process_of_a_model_gets_the_adapters_that_were_loaded_while_it_ran():
+    made = make_config(host_model=("a=/x,lora_modules=fr=/l/fr",), allow_runtime_lora_updating=True)
+    processes = ModelProcesses(made, hosted_models(made))
+    processes.set_adapter("a", "de", "/l/de")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    read = config_from(parser.parse_args(processes.command("a")[1:]), {}, kind=Config)
+    assert {module.name: module.path for module in lora_modules(read.lora_modules)} == {"fr": "/l/fr", "de": "/l/de"}
+    assert read.allow_runtime_lora_updating
+    processes.set_adapter("a", "fr", None)
+    read = config_from(parser.parse_args(processes.command("a")[1:]), {}, kind=Config)
+    assert [module.name for module in lora_modules(read.lora_modules)] == ["de"]
 
 
 def test_models_of_a_directory_have_the_names_of_their_files(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.admission.model_runs import ModelRuns
+from trioserve.api.caller import AccessRules
 from trioserve.contracts.errors import EndpointLost
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.router.hosted_models import ModelSpec
@@ -20,6 +22,7 @@ from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 PATH = "/v1/completions"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 def body(model: str, **fields: object) -> dict[str, object]:
@@ -51,7 +54,7 @@ class Models:
         self.failures: dict[str, str] = {}
         self.streams: dict[str, object] = {}
         self.progress: dict[str, Callable[[str, float | None], None]] = {}
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, Any] = {}
 
     async def run_model(self, name, *, on_loaded, on_progress, stopping):
         self.loads.append(name)
@@ -357,6 +360,50 @@ async def test_request_for_an_adapter_loads_its_model(autojump_clock):
         }
         assert listed["fr"]["status"]["value"] == "loaded"
         await models.router.assert_all_free()
+
+
+async def test_adapter_that_an_operator_loads_is_routed_and_loaded_again_with_its_model(autojump_clock):
+    async with open_models(spec("a"), spec("b"), memory=50) as models:
+        models.sizes = {"access": AccessRules(loads_adapters=True)}
+        kept: list[tuple[str, str, str | None]] = []
+        models.host.on_adapter = lambda *adapter: kept.append(adapter)
+        client = models.router.client
+        sql = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+
+        async def status(path: str, asked: dict[str, object]) -> int:
+            return await (await client().post(path, asked)).head()
+
+        assert await status(LOAD, sql) == 400
+        assert await status(f"{LOAD}?model=a", {**sql, "lora_name": "b"}) == 400
+        assert models.loads == []
+        assert await status(f"{LOAD}?model=a", sql) == 200
+        assert (models.loads, kept) == (["a"], [("a", "sql", "/adapters/sql")])
+        assert await status(PATH, body("sql")) == 200
+        assert await status(f"{LOAD}?model=b", sql) == 400
+        assert await status(PATH, body("b")) == 200
+        assert models.state("sql") == "unloaded"
+        assert await status(PATH, body("sql")) == 200
+        assert models.loads == ["a", "b", "a"]
+        assert await (await client().get("/v1/models/sql")).head() == 200
+        assert await status(UNLOAD, {"lora_name": "sql"}) == 200
+        assert await status(PATH, body("sql")) == 404
+        assert await status(PATH, body("a")) == 200
+        assert kept[1:] == [("a", "sql", None)]
+        await models.router.assert_all_free()
+
+
+async def test_adapter_of_a_model_that_is_not_loaded_is_removed_without_a_load(autojump_clock):
+    async with open_models(spec("a", adapters=("fr",))) as models:
+        response = await models.router.client().post(UNLOAD, {"lora_name": "fr"})
+        assert (await response.head(), models.loads) == (200, [])
+        assert await (await models.router.client().post(PATH, body("fr"))).head() == 404
+
+
+async def test_request_without_a_model_uses_the_only_model_although_it_has_adapters(autojump_clock):
+    async with open_models(spec("a", adapters=("fr", "de"))) as models:
+        asked = {key: value for key, value in body("a").items() if key != "model"}
+        response = await models.router.client().post(PATH, asked)
+        assert await response.head() == 200
 
 
 async def test_failed_load_refuses_the_requests_for_its_adapters(autojump_clock):

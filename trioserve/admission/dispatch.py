@@ -284,6 +284,15 @@ class Dispatch:
         """
         self.core.host(models, follower)
 
+    def set_hosted(self, models: Iterable[str]) -> None:
+        """Set the names for which requests may wait while no endpoint serves them.
+
+        Args:
+            models: Names of models and adapters. Requests that wait for other names are refused.
+        """
+        self.core.set_hosted(models, trio.current_time())
+        self.retime()
+
     @property
     def hosts_models(self) -> bool:
         """Return True if the server loads models on demand, so that it accepts requests without an endpoint."""

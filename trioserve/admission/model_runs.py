@@ -126,12 +126,14 @@ class ModelRuns(Generic[LoadedT]):
 
     Attributes:
         names: names of the models.
-        served_names: names of the models and of their LoRA adapters. Methods accept an adapter for its model.
         on_order: called with each order for a loaded model: LOADED (also after a load), DRAINING or UNLOADING.
         on_ended: called with a loaded model that ended without an order.
         on_refused: called after a failed load, with the error for all requests that wait for the model.
         resize: changes the KV cache of a loaded model to a number of tokens, and returns when the memory of the rest is
             free. Any error means that the cache keeps its size. Required if the cache of a model may change.
+        on_adapter: called with a model, an adapter and its path, which the model has at each load from now on. Called
+            with None when the adapter is removed.
+        on_names: called with a model after a change of its adapters.
         on_load_time: called with the seconds of each finished load.
         loads_total: finished loads, by model.
         failures_total: failed loads and crashes, by model.
@@ -149,11 +151,12 @@ class ModelRuns(Generic[LoadedT]):
         self.on_ended: Callable[[LoadedT], None] = lambda loaded: None
         self.on_refused: Callable[[str, NoEndpoint], None] = lambda name, error: None
         self.resize: Callable[[LoadedT, int], Awaitable[None]] | None = None
+        self.on_adapter: Callable[[str, str, str | None], None] = lambda name, adapter, path: None
+        self.on_names: Callable[[str], None] = lambda name: None
         self.on_load_time: Callable[[float], object] = lambda seconds: None
         self._run_model = run_model
         self._models = HostedModels(settings, specs)
         self.names = frozenset(model.spec.name for model in self._models)
-        self.served_names = self.names.union(*(model.spec.adapters for model in self._models))
         self._reasons = dict.fromkeys(self.names, "no request has asked for it")
         self._runs: dict[str, _Run[LoadedT]] = {}
         self._changed = trio.Event()
@@ -177,7 +180,12 @@ class ModelRuns(Generic[LoadedT]):
                     await self._changed.wait()
 
     def __contains__(self, name: str) -> bool:
-        return name in self.served_names
+        return name in self._models
+
+    @property
+    def served_names(self) -> frozenset[str]:
+        """Names of the models and of their LoRA adapters. Methods accept an adapter for its model."""
+        return self._models.names
 
     def base(self, name: str) -> str:
         """Return the name of the model that serves a name.
@@ -186,6 +194,52 @@ class ModelRuns(Generic[LoadedT]):
             name: a hosted model, or one of its adapters.
         """
         return self._models[name].spec.name
+
+    def loaded(self, name: str) -> LoadedT | None:
+        """Return a model if it is loaded.
+
+        Args:
+            name: a hosted model, or one of its adapters.
+        """
+        return self._runs[self.base(name)].loaded if self.is_loaded(name) else None
+
+    def names_of(self, name: str) -> frozenset[str]:
+        """Return the names of a model and of its LoRA adapters.
+
+        Args:
+            name: the model.
+        """
+        return frozenset(each for each in self.served_names if self.base(each) == name)
+
+    def check_adapter(self, name: str, adapter: str) -> None:
+        """Check that a model may have an adapter with a name.
+
+        Args:
+            name: the model.
+            adapter: the name.
+
+        Raises:
+            InvalidRequest: the name belongs to a model, or to an adapter of another model.
+        """
+        self._models.check_adapter(name, adapter)
+
+    def set_adapter(self, name: str, adapter: str, path: str | None) -> None:
+        """Add a LoRA adapter to a model, also for its further loads, or remove it.
+
+        Args:
+            name: the model.
+            adapter: name of the adapter.
+            path: its directory. None: it is removed.
+
+        Raises:
+            InvalidRequest: the name belongs to a model, or to an adapter of another model.
+        """
+        if path is None:
+            self._models.remove_adapter(adapter)
+        else:
+            self._models.add_adapter(name, adapter)
+        self.on_adapter(name, adapter, path)
+        self.on_names(name)
 
     # --- requests, see HostedModels ---
 

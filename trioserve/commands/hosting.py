@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 
 from trioserve.admission.model_runs import ModelRuns
@@ -28,6 +29,7 @@ from trioserve.commands.child_processes import (
 from trioserve.commands.serving import optional_path
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
+from trioserve.model.loading.settings import lora_modules
 from trioserve.options.engine import EngineOptions, ImageOptions
 from trioserve.options.hosting import KV_CACHE_GIB, HostedModelOptions
 from trioserve.options.option import ENVIRONMENT_PREFIX, checked, options_of
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS_MAX = 10.0  # A process that has not ended this long after SIGTERM is killed.
 NOT_OF_ENGINES = frozenset({"model", "served_model_name"})
 PASSED_ON = (
+    "allow_runtime_lora_updating",
+    "allowed_lora_path",
     "trust_request_chat_template",
     "tenant_header",
     "max_body_bytes",
@@ -124,7 +128,9 @@ class Hosting:
         settings = HostedModelsSettings(
             memory_bytes=self._memory_bytes, turn_seconds=config.model_turn, loads_max=config.max_model_loads
         )
-        runs = ModelRuns(settings, self._specs, ModelProcesses(config, self._models).run)
+        processes = ModelProcesses(config, self._models)
+        runs = ModelRuns(settings, self._specs, processes.run)
+        runs.on_adapter = processes.set_adapter
         for model in self._models:
             if model.preload:
                 runs.load(model.name)
@@ -173,6 +179,20 @@ class ModelProcesses:
             flags += ["--data-dir", str(Path(config.data_dir) / "models" / name.replace("/", "--"))]
         passed_on = _set_options(config, PASSED_ON)
         return flags + flags_of({**passed_on, **self._common, **model.engine})
+
+    def set_adapter(self, name: str, adapter: str, path: str | None) -> None:
+        """Load a model with a LoRA adapter from its next load on, or without it.
+
+        Args:
+            name: the model.
+            adapter: name of the adapter.
+            path: its directory. None: the model has it no more.
+        """
+        model = self._models[name]
+        others = [each for each in lora_modules(model.engine.get("lora_modules", ())) if each.name != adapter]
+        kept = [*((each.name, each.path) for each in others), *([] if path is None else [(adapter, path)])]
+        modules = [json.dumps({"name": each, "path": str(where)}) for each, where in kept]
+        self._models[name] = msgspec.structs.replace(model, engine={**model.engine, "lora_modules": modules})
 
     async def run(
         self,

@@ -3,6 +3,9 @@
 The router sends the request to all endpoints at the same time, or to the endpoints that `?id=` names. The client gets
 the result of each endpoint. If some endpoints fail, the other endpoints keep the adapter, and clients can use it.
 Before it answers, the router updates its list of each endpoint's models, so that later requests reach the adapter.
+
+A server that loads models on demand sends the request to one model, which `?model=` names. It loads the model first if
+necessary, and again with the adapter at each further load.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorDetail, ErrorRespo
 from trioserve.api.openai.request_types import LoadAdapterBody, UnloadAdapterBody, decode_body
 from trioserve.api.response import Listing, Response
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import AdapterRefused, EndpointLost, NoEndpoint
+from trioserve.contracts.errors import AdapterRefused, EndpointLost, InvalidRequest, NoEndpoint
 from trioserve.proxy.forwarded_headers import request_headers
 from trioserve.proxy.router_context import ENDPOINT_PARAMETER
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
+    from trioserve.admission.model_runs import ModelRuns
+    from trioserve.proxy.fleet import EndpointSpec
     from trioserve.proxy.remote_endpoint import RemoteEndpoint
     from trioserve.proxy.router_context import RouterContext
 
@@ -32,6 +37,7 @@ __all__ = ["load_adapter", "unload_adapter"]
 LOAD_SECONDS_MAX = 600.0  # Loading a large adapter from a slow disk takes about a minute.
 # The router waits UNLOAD_SECONDS longer than the request's timeout, which limits the wait for users of the adapter.
 UNLOAD_SECONDS = 30.0
+MODEL_PARAMETER = "model"
 ANSWER_BYTES_MAX = 64 * 1024
 
 
@@ -78,7 +84,15 @@ async def load_adapter(context: RouterContext) -> None:
     asked = decode_body(body, LoadAdapterBody)
     if not asked.lora_name or not asked.lora_path:
         raise AdapterRefused("Both 'lora_name' and 'lora_path' must be provided.", reason="missing", param=None)
-    answers = await _ask(context, _chosen(context), body, seconds_max=LOAD_SECONDS_MAX)
+    models = context.services.models
+    if models is None:
+        answers = await _ask(context, _chosen(context), body, seconds_max=LOAD_SECONDS_MAX)
+    else:
+        name = _hosted_model(context, models)
+        models.check_adapter(name, asked.lora_name)
+        answers = await _ask_model(context, models, name, body)
+        if answers[0].is_good:
+            models.set_adapter(name, asked.lora_name, asked.lora_path)
     await _respond(context, f"the lora adapter '{asked.lora_name}' was not loaded everywhere", answers)
 
 
@@ -94,6 +108,10 @@ async def unload_adapter(context: RouterContext) -> None:
     asked = decode_body(body, UnloadAdapterBody)
     if not asked.lora_name:
         raise AdapterRefused("'lora_name' needs to be provided to unload a LoRA adapter.", reason="missing", param=None)
+    models = context.services.models
+    if models is not None and asked.lora_name in models.served_names - models.names:
+        await _unload_hosted(context, models, asked.lora_name, body)
+        return
     chosen = _chosen(context)
     for id in chosen:
         if context.services.fleet.is_adapter_of(id, asked.lora_name):
@@ -108,6 +126,41 @@ async def unload_adapter(context: RouterContext) -> None:
             for answer in answers
         ]
     await _respond(context, f"the lora adapter '{asked.lora_name}' was not unloaded everywhere", answers)
+
+
+def _hosted_model(context: RouterContext, models: ModelRuns[EndpointSpec]) -> str:
+    """Return the model on demand that gets an adapter: the one that the query names, or the only one.
+
+    Raises:
+        InvalidRequest: the query names no model of the server, or none although there are several.
+    """
+    asked = context.query(MODEL_PARAMETER)
+    name = context.services.fleet.aliases.get(asked, asked) if asked is not None else None
+    if name is None and len(models.names) == 1:
+        return next(iter(models.names))
+    if name not in models.names:
+        raise InvalidRequest(
+            f"the query has model={asked}, and must name the model of the adapter: {', '.join(sorted(models.names))}",
+            param=MODEL_PARAMETER,
+        )
+    return name
+
+
+async def _ask_model(context: RouterContext, models: ModelRuns[EndpointSpec], name: str, body: bytes) -> list[_Answer]:
+    """Send the request to the endpoint of a model on demand, which is loaded first, and stays loaded meanwhile."""
+    async with models.leased(name) as spec:
+        return await _ask(context, [spec.endpoint_id], body, seconds_max=LOAD_SECONDS_MAX)
+
+
+async def _unload_hosted(context: RouterContext, models: ModelRuns[EndpointSpec], adapter: str, body: bytes) -> None:
+    """Remove an adapter from a model on demand. A model that is not loaded has it no more at its next load."""
+    name = models.base(adapter)
+    answers: list[_Answer] = []
+    if models.loaded(name) is not None:
+        answers = await _ask_model(context, models, name, body)
+    if all(answer.is_good or answer.status == 404 for answer in answers):
+        models.set_adapter(name, adapter, None)
+    await _respond(context, f"the lora adapter '{adapter}' was not unloaded", answers)
 
 
 def _chosen(context: RouterContext) -> list[EndpointId]:

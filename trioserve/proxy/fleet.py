@@ -85,6 +85,7 @@ class Fleet:
     Attributes:
         dispatch: Queue and router.
         aliases: Model names of endpoints by additional names for clients.
+        hosted_adapters: LoRA adapters of models that this server loads on demand.
         on_silent: Called with the reason when a response is given up because its connection is silent.
     """
 
@@ -101,6 +102,7 @@ class Fleet:
     ) -> None:
         self.dispatch = dispatch
         self.on_silent: Callable[[str], None] = lambda reason: None
+        self.hosted_adapters: frozenset[str] = frozenset()
         self._silence = silence or SilenceSettings()
         # The list has the old HTTP clients of endpoints that were added again. An old client is kept while its
         # responses are read.
@@ -314,6 +316,7 @@ class Fleet:
             # Endpoints list adapters together with their base model. A request without a model name means the base
             # model.
             own = served - {name for member in self._members.values() for name in member.adapters}
+            own -= self.hosted_adapters
             if len(own) == 1:
                 return next(iter(own))
             if len(served) != 1:

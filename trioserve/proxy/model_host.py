@@ -46,7 +46,9 @@ class ModelHost(TicketFollower):
         models.on_ended = self._drain
         models.on_refused = self._refuse_waiting
         models.resize = self._resize
+        models.on_names = self._note_names
         fleet.dispatch.host(models.served_names, self)
+        fleet.hosted_adapters = models.served_names - models.names
 
     def show(self, metrics: Metrics) -> None:
         """Update the metrics of the models at every scrape. Call this method once.
@@ -107,8 +109,17 @@ class ModelHost(TicketFollower):
     def _follow(self, state: ModelState, spec: EndpointSpec) -> None:
         if state is ModelState.LOADED:
             self._fleet.add(spec, source=SOURCE)
+            self._note_names(self._models.base(next(iter(spec.models or ()))))
         else:
             self._drain(spec)
+
+    def _note_names(self, name: str) -> None:
+        """Send requests for the present adapters of a model to its endpoint, and refuse requests for removed ones."""
+        spec = self._models.loaded(name)
+        if spec is not None:
+            self._fleet.dispatch.set_models(spec.endpoint_id, self._models.names_of(name))
+        self._fleet.dispatch.set_hosted(self._models.served_names)
+        self._fleet.hosted_adapters = self._models.served_names - self._models.names
 
     def _drain(self, spec: EndpointSpec) -> None:
         self._fleet.drain(spec.endpoint_id)

@@ -739,7 +739,7 @@ class RouterCore:
         return self._fleet.model_names()
 
     def host(self, models: Iterable[str], follower: TicketFollower) -> None:
-        """Add models that the server loads on demand. Their requests wait while no endpoint serves them.
+        """Let requests wait for models that the server loads on demand, while no endpoint serves them.
 
         Args:
             models: model names.
@@ -747,6 +747,16 @@ class RouterCore:
         """
         self._fleet.host(models)
         self._leases.follower = follower
+
+    def set_hosted(self, models: Iterable[str], now: float) -> None:
+        """Replace the names of the models that the server loads on demand, and refuse requests that wait for others.
+
+        Args:
+            models: model names.
+            now: time in seconds.
+        """
+        self._fleet.host(models)
+        self._refuse_hopeless(now)
 
     @property
     def hosts_models(self) -> bool:

@@ -117,15 +117,15 @@ class Endpoints:
         return self._names.keys()
 
     def host(self, models: Iterable[str]) -> None:
-        """Add models that the server loads on demand. Their names stay known while no endpoint serves them.
+        """Set the models that the server loads on demand. Their names stay known while no endpoint serves them.
 
         Args:
             models: model names.
         """
-        hosted = frozenset(models) - self._hosted
-        self._hosted |= hosted
-        if hosted:
-            self._count_names(hosted, 1)
+        before, self._hosted = self._hosted, frozenset(models)
+        for names, by in ((self._hosted - before, 1), (before - self._hosted, -1)):
+            if names:
+                self._count_names(names, by)
 
     @property
     def hosts_models(self) -> bool:

@@ -72,7 +72,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the model.
-        adapters: names of its LoRA adapters. A request for an adapter is a request for the model.
+        adapters: names of its LoRA adapters at the start. A request for an adapter is a request for the model.
         bytes: memory of weights, KV cache and everything else, which the loaded model never exceeds.
         kv_blocks: blocks of the KV cache, which are a part of this memory.
         kv_blocks_min: smallest number of blocks.
@@ -285,6 +285,7 @@ class HostedModels:
         self._settings = settings
         models = [HostedModel(spec) for spec in specs]
         self._models = {name: model for model in models for name in (model.spec.name, *model.spec.adapters)}
+        self._removed: set[str] = set()  # Adapters that are gone, whose last requests may still run.
         pinned_bytes = sum(model.spec.bytes for model in self if model.spec.is_pinned)
         if pinned_bytes > settings.memory_bytes:
             raise StartupError(
@@ -304,6 +305,9 @@ class HostedModels:
     def __iter__(self) -> Iterator[HostedModel]:
         return (model for name, model in self._models.items() if name == model.spec.name)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._models
+
     def __getitem__(self, name: str) -> HostedModel:
         return self._models[name]
 
@@ -319,6 +323,49 @@ class HostedModels:
             model: the model that waits.
         """
         return [other for other in self._group_of(model) if other.state is not UNLOADED]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the models and of their adapters."""
+        return frozenset(self._models) - self._removed
+
+    def add_adapter(self, name: str, adapter: str) -> None:
+        """Add a LoRA adapter.
+
+        Args:
+            name: its model.
+            adapter: its name.
+
+        Raises:
+            InvalidRequest: the name belongs to a model, or to an adapter of another model.
+        """
+        self.check_adapter(name, adapter)
+        self._models[adapter] = self._models[name]
+        self._removed.discard(adapter)
+
+    def check_adapter(self, name: str, adapter: str) -> None:
+        """Check that a model may have an adapter with a name.
+
+        Args:
+            name: the model.
+            adapter: the name.
+
+        Raises:
+            InvalidRequest: the name belongs to a model, or to an adapter of another model.
+        """
+        known = None if adapter in self._removed else self._models.get(adapter)
+        if known is not None and (known is not self._models[name] or adapter == known.spec.name):
+            raise InvalidRequest(
+                f'the name "{adapter}" belongs to the model {known.spec.name}: choose another one', param="lora_name"
+            )
+
+    def remove_adapter(self, adapter: str) -> None:
+        """Remove a LoRA adapter. Requests that use it still find its model, until they end.
+
+        Args:
+            adapter: name of the adapter.
+        """
+        self._removed.add(adapter)
 
     # --- requests ---
 
