@@ -104,6 +104,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"hybrid_layer_pattern": [0, 1]},
         "hybrid_layer_pattern in config.json is [0, 1], but it must be",
     ),
+    ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope in config.json is False, but it must be true"),
+    ("kimi-linear", {"qk_rope_head_dim": 15}, "qk_rope_head_dim is 15, but it must be even"),
     ("longcat-flash", {"router_bias": True}, "router_bias in config.json is True, but it must be false"),
     ("longcat-flash", {"zero_expert_type": "drop"}, "zero_expert_type in config.json is 'drop'"),
     ("longcat-flash", {"q_lora_rank": None}, "q_lora_rank in config.json is None, but it must be at least 1"),

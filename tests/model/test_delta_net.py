@@ -84,7 +84,8 @@ def test_native_kernels_name_unsupported_sizes_of_delta_rules() -> None:
     assert "linear_num_value_heads is 8, which is no multiple of 16" in str(why_not_native(few, "float32"))
 
 
-def test_delta_rule_over_a_chunk_equals_the_rule_token_by_token() -> None:
+@pytest.mark.parametrize("decay_count", (1, 8), ids=("one decay", "a decay for each row"))
+def test_delta_rule_over_a_chunk_equals_the_rule_token_by_token(decay_count: int) -> None:
     """The reference applies the rule in float64. For each token, the state decays, its value for the key moves towards
     the token's value, and the query reads the state.
     """
@@ -94,10 +95,10 @@ def test_delta_rule_over_a_chunk_equals_the_rule_token_by_token() -> None:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     queries, keys, values = drawn(50, 3, 8), torch.nn.functional.normalize(drawn(50, 3, 8), dim=-1), drawn(50, 3, 6)
-    exponents, shares, begun = -drawn(50, 3).abs(), drawn(50, 3).sigmoid(), drawn(3, 8, 6)
+    exponents, shares, begun = -drawn(50, 3, decay_count).abs(), drawn(50, 3).sigmoid(), drawn(3, 8, 6)
     state, expected = begun.clone(), []
     for query, key, value, exponent, share in zip(queries, keys, values, exponents, shares, strict=True):
-        state = state * exponent.exp()[:, None, None]
+        state = state * exponent.exp()[:, :, None]
         said = torch.einsum("hkv,hk->hv", state, key)
         state = state + key[:, :, None] * ((value - said) * share[:, None])[:, None]
         expected.append(torch.einsum("hkv,hk->hv", state, query))

@@ -20,6 +20,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.families.registry import FAMILIES
 from trioserve.model.layer_config import (
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     KVAttention,
     LayerConfig,
@@ -669,7 +670,7 @@ def test_language_model_that_no_family_serves_is_refused_by_its_type() -> None:
         model_config_from(config, {}, dtype_name="float32")
 
 
-@pytest.mark.parametrize("kind", ("olmo-hybrid", "qwen3-vl-moe"))
+@pytest.mark.parametrize("kind", ("olmo-hybrid", "qwen3-vl-moe", "kimi-linear"))
 def test_checkpoint_that_transformers_saved_again_is_read(
     kind: str,
     tiny_checkpoint: Callable[..., Path],
@@ -686,6 +687,8 @@ def test_checkpoint_that_transformers_saved_again_is_read(
             tensor = tensor.transpose(1, 2).contiguous()
         if kind == "olmo-hybrid" and module and f"{layer}post_feedforward_layernorm.weight" in tensors:
             name = f"{layer}feedforward_layer_norm.weight"
+        if kind == "kimi-linear":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
         saved[name] = tensor
     assert any(name not in tensors or saved[name].shape != tensors[name].shape for name in saved)
     save_file(saved, authors / "model.safetensors")
@@ -786,6 +789,20 @@ def test_falcon_3_and_internlm_3_are_described_as_llamas() -> None:
     assert intern.layers == read("LlamaForCausalLM").layers
     biased = read("InternLM3ForCausalLM", qkv_bias=True, bias=False)
     assert (biased.heads.has_bias, biased.heads.has_output_bias) == (True, False)
+
+
+def test_inner_object_describes_the_layers_of_kimi_linear() -> None:
+    fields = {**EXPERTS, "num_experts_per_token": 2, "model_max_length": 512, "kv_lora_rank": 32}
+    fields |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+    inner = {"head_dim": 32, "num_heads": 3, "short_conv_kernel_size": 5}
+    layers = {"full_attn_layers": [2, 6], "kda_layers": [1, 3, 4, 5]}
+    config = read("KimiLinearForCausalLM", **fields, linear_attn_config={**inner, **layers})
+    mixers = [layer.attention for layer in config.layers]
+    assert [index for index, mixer in enumerate(mixers) if isinstance(mixer, KVAttention)] == [1, 5]
+    assert isinstance(mixers[0], DeltaNetConfig)
+    assert (mixers[0].head_count, mixers[0].vector_size, mixers[0].kernel_size) == (3, 32, 5)
+    with pytest.raises(ModelLoadError, match=r"kda_layers in linear_attn_config in config.json is \[1, 3\]"):
+        read("KimiLinearForCausalLM", **fields, linear_attn_config={**layers, "kda_layers": [1, 3]})
 
 
 def test_layer_types_win_over_a_pattern_of_letters() -> None:

@@ -151,6 +151,21 @@ _JAMBA = {
     "pad_token_id": 0,
 }
 # transformers writes the weights of a convolution in three equal parts.
+_KIMI_LINEAR = {
+    "pad_token_id": 0,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "linear_head_dim": 16,
+    "linear_num_heads": 6,
+}
 _OLMO_HYBRID = {
     "linear_num_key_heads": 8,
     "linear_key_head_dim": 32,
@@ -397,6 +412,20 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-3,
             "routed_scaling_factor": 3.0,
             "rope_parameters": _YARN_ROPE,
+        },
+    ),
+    "kimi-linear": ("kimi_linear", _KIMI_LINEAR),
+    "kimi-linear-lora": (
+        "kimi_linear",
+        {
+            **_KIMI_LINEAR,
+            "q_lora_rank": 48,
+            "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "linear_conv_kernel_dim": 3,
         },
     ),
     "olmo-clipped": ("olmo", {"clip_qkv": 0.3}),
@@ -1280,6 +1309,8 @@ def write_checkpoint(
         _transpose_experts(directory / "model.safetensors")
     if model_type == "olmo_hybrid":
         _rename_norms_of_attention(directory / "model.safetensors")
+    if model_type == "kimi_linear":
+        _rename_dense_mlps(directory / "model.safetensors")
     written = dict(fields or {})
     if model_type in _PUBLISHED_CLASSES:
         written["architectures"] = [_PUBLISHED_CLASSES[model_type]]
@@ -1313,6 +1344,14 @@ def _rename_norms_of_attention(path: Path) -> None:
         layer = name.removesuffix("post_feedforward_layernorm.weight")
         tensors[f"{layer}post_attention_layernorm.weight"] = tensors.pop(f"{layer}feedforward_layer_norm.weight")
     save_file(tensors, path, {"format": "pt"})
+
+
+def _rename_dense_mlps(path: Path) -> None:
+    """Give dense MLPs the names that they have in the authors' files. transformers reads both names."""
+    from safetensors.torch import load_file, save_file
+
+    pattern = re.compile(r"block_sparse_moe(?=\.(gate|up|down)_proj)")
+    save_file({pattern.sub("mlp", name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
 def _vocabulary() -> list[str]:

@@ -14,6 +14,7 @@ from trioserve.contracts.extras import install_command
 from trioserve.model.encoder_config import EncoderConfig
 from trioserve.model.layer_config import (
     AttentionConfig,
+    DeltaNetConfig,
     LatentAttentionConfig,
     LayerConfig,
     MlpConfig,
@@ -242,6 +243,8 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
     states = 0 if recurrent is None else hidden * (recurrent.projected_size + recurrent.inner_size)
     if isinstance(recurrent, SelectiveScanConfig):
         states += recurrent.channel_count * (sum(recurrent.selected_sizes) + recurrent.rank)
+    if isinstance(recurrent, DeltaNetConfig):
+        states += recurrent.rank * sum(recurrent.latent_sizes.values())
     if isinstance(attention, AttentionConfig):
         gates = attention.attended_size if attention.has_gate else 0
         return states + hidden * (attention.attended_size + attention.projected_size + gates)

@@ -371,8 +371,9 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
             state.
         latent_dim: size of the KV latent. Both latents are normalized.
         plain_dim: dimensions of a head's query that are multiplied with a key projected from the latent.
-        turned_dim: dimensions of a head's query that are rotated, and multiplied with the rotated key.
+        turned_dim: dimensions of a head's query that are rotated, and multiplied with the rotated key, an even number.
         value_dim: size of a head's value.
+        rotary: rotation of these dimensions by positions. None: attention ignores positions.
         scale: factor of query times key.
     """
 
@@ -382,7 +383,7 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
     plain_dim: int
     turned_dim: int
     value_dim: int
-    rotary: RotaryConfig
+    rotary: RotaryConfig | None
     scale: float
     norm_eps: float = 1e-6
 
@@ -402,7 +403,9 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
         check_count("v_head_dim", self.value_dim, DIMENSION_MAX)
         check_positive("the attention's scale", self.scale)
         check_positive("the latents' epsilon", self.norm_eps)
-        if self.rotary.rotated_dims != self.turned_dim:
+        if self.rotary is None and self.turned_dim % 2:
+            raise ModelLoadError(f"qk_rope_head_dim is {self.turned_dim}, but it must be even")
+        if self.rotary is not None and self.rotary.rotated_dims != self.turned_dim:
             raise ModelLoadError(
                 f"{self.rotary.rotated_dims} dimensions of each head are rotated, but qk_rope_head_dim is "
                 f"{self.turned_dim}: the checkpoint's config is damaged"
@@ -742,6 +745,9 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
         has_heads_in_turn: value head i uses key head i % group_count. False: consecutive value heads share a key head.
         has_joint_qkv: q, k and v are one projection with one convolution. False: each has its own tensors.
         share_scale: factor of the fraction of an update. With 2, an update may reverse the sign of S^T k.
+        rank: size of two latents, from which the decay and z are projected. Each of the vector_size rows of S has its
+            own decay and bias, and the output is multiplied by sigmoid(z) (KDA, arXiv 2510.26692). 0: there are no
+            latents, and all rows of S have one decay.
         norm_eps: number that the norm of a head adds to the mean square. None: that of the model's norms.
     """
 
@@ -753,6 +759,7 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
     has_heads_in_turn: bool = False
     has_joint_qkv: bool = True
     share_scale: float = 1.0
+    rank: int = 0
     norm_eps: float | None = None
 
     has_bias: ClassVar[bool] = False
@@ -765,6 +772,8 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
         check_count("linear_key_head_dim", self.vector_size, DIMENSION_MAX, 2)
         check_count("linear_conv_kernel_dim", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
         check_positive("the scale of an update", self.share_scale)
+        check_count("the rank of the decays", self.rank, DIMENSION_MAX, 0)
+        assert not self.rank or self.group_count == self.head_count, "with latents, each head has its own decays"
         if self.norm_eps is not None:
             check_positive("the delta rule's epsilon", self.norm_eps)
         check_count("the delta rule's state", self.state_size, STATE_NUMBERS_MAX)
@@ -794,9 +803,32 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
         return {f"conv_{part}": size for part, size in self.qkv_sizes.items()}
 
     @property
+    def decay_count(self) -> int:
+        """Number of decays of one token."""
+        return self.head_count * (self.vector_size if self.rank else 1)
+
+    @property
+    def input_sizes(self) -> dict[str, int]:
+        """Sizes of the projections of one token by their modules: z, inputs of the convolution, decays, and fractions
+        of the update. Latents replace z and the decays.
+        """
+        of_latent = "_a" if self.rank else ""
+        return {
+            f"delta_gate{of_latent}": self.rank or self.inner_size,
+            **{f"delta_{part}": size for part, size in self.qkv_sizes.items()},
+            f"delta_decay{of_latent}": self.rank or self.decay_count,
+            "delta_share": self.head_count,
+        }
+
+    @property
+    def latent_sizes(self) -> dict[str, int]:
+        """Sizes of the projections of both latents by their modules."""
+        return {"delta_gate_b": self.inner_size, "delta_decay_b": self.decay_count} if self.rank else {}
+
+    @property
     def projected_size(self) -> int:
-        """Size of the projections of one token: z, inputs of the convolution, decays, and fractions of the update."""
-        return self.inner_size + self.convolved_size + 2 * self.head_count
+        """Size of the projections of one token."""
+        return sum(self.input_sizes.values())
 
     @property
     def inner_size(self) -> int:

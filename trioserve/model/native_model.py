@@ -120,6 +120,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
             return f"experts are chosen by {layer.mlp.scoring}"
         if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.identity_count:
             return "some experts return their input"
+        if isinstance(layer.attention, LatentAttentionConfig) and layer.attention.rotary is None:
+            return "latent attention ignores positions"
         if isinstance(layer.attention, KVAttention):
             sizes.extend(_attention_sizes(layer.attention))
         if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):

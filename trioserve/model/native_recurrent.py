@@ -54,6 +54,8 @@ def why_not_recurrent(layer: Recurrent) -> str | None:
     Args:
         layer: description of the recurrent layer.
     """
+    if isinstance(layer, DeltaNetConfig) and layer.rank:
+        return "each row of a state has its own decay"
     sizes = [("a convolution's number of channels", layer.convolved_size)]
     if isinstance(layer, StateSpaceConfig):
         sizes.append(("a state space's head_dim", layer.head_dim))

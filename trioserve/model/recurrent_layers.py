@@ -10,12 +10,16 @@ token's change of a head's state depends on the changes of all previous tokens. 
 of a triangular system of equations. It is solved for all pieces together, for the values and for the part that the
 state before the piece is multiplied with (the WY form, arXiv 2406.06484).
 
+If each row of a state has its own decay, no matrix product combines two tokens. Products of both keys and the decays
+are then summed, in shorter pieces, because a piece has such products for all pairs of its tokens.
+
 In a selective scan, each number of a state has its own decay, so no matrix product combines tokens. Within a piece,
 states are combined in log2(tokens) rounds, and each round doubles the number of tokens that a state includes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -32,6 +36,7 @@ __all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace", "SelectiveS
 
 # In longer pieces, the products of each token with all previous tokens would cost more than updating the state.
 PIECE_TOKENS = 64
+PIECE_TOKENS_OF_ROWS = 16  # if each row of a state has its own decay
 # The states before all of these pieces are in memory at the same time: 70 MB with 32 heads of 128 x 128 numbers.
 PIECES_AT_ONCE = 32
 
@@ -366,17 +371,18 @@ def _parts(row: int, count: int) -> Iterator[slice]:
         yield slice(first, min(first + PIECES_AT_ONCE * PIECE_TOKENS, row + count))
 
 
-def _pieces(values: Tensor) -> Tensor:
+def _pieces(values: Tensor, piece_tokens: int = PIECE_TOKENS) -> Tensor:
     """Divide rows into pieces. Padding rows are zeros, which change no state.
 
     Args:
         values: [t, heads, ...].
+        piece_tokens: number of rows of a piece.
 
     Returns:
-        [pieces, heads, PIECE_TOKENS, ...], or [1, heads, t, ...] if there is only one piece.
+        [pieces, heads, piece_tokens, ...], or [1, heads, t, ...] if there is only one piece.
     """
     count = values.shape[0]
-    size = min(count, PIECE_TOKENS)
+    size = min(count, piece_tokens)
     if missing := -count % size:
         values = torch.cat((values, values.new_zeros(missing, *values.shape[1:])))
     return values.view(-1, size, *values.shape[1:]).transpose(1, 2)
@@ -444,29 +450,30 @@ class DeltaNet:
             return torch.empty(count, dtype=torch.float32, device=device)
 
         self._layer, self._eps = layer, layer.norm_eps or config.norm_eps
-        sizes = {
-            "delta_gate": layer.inner_size,
-            **{f"delta_{part}": size for part, size in layer.qkv_sizes.items()},
-            "delta_decay": layer.head_count,
-            "delta_share": layer.head_count,
-        }
-        self._sizes = [layer.inner_size, layer.convolved_size, layer.head_count, layer.head_count]
-        inputs = {f"{name}.{part}": size for part, size in sizes.items()}
+        gate, *convolved, decay, share = layer.input_sizes.values()
+        self._sizes = [gate, sum(convolved), decay, share]
+        inputs = {f"{name}.{part}": size for part, size in layer.input_sizes.items()}
         self._input = Linear(config.hidden_size, inputs, bias=False, dtype=dtype, device=device)
         self._conv = Convolution(name, layer.conv_sizes, layer.kernel_size, False, device)
         outputs = {f"{name}.out_proj": config.hidden_size}
         self._output = Linear(layer.inner_size, outputs, bias=False, dtype=dtype, device=device)
-        self._rates, self._decay_bias, self._norm = map(vector, (layer.head_count, layer.head_count, layer.head_dim))
+        # Projections of the latents to z and to the decays.
+        self._of_latents = [
+            _linear(f"{name}.{part}", layer.rank, size, False, dtype, device)
+            for part, size in layer.latent_sizes.items()
+        ]
+        self._rates, self._decay_bias, self._norm = map(vector, (layer.head_count, layer.decay_count, layer.head_dim))
         self._vectors = {
             f"{name}.state.rates": self._rates,
             f"{name}.state.time_step_bias": self._decay_bias,
             f"{name}.gate_norm.weight": self._norm,
         }
-        self.linears = (self._input, self._output)
+        self.linears = (self._input, *self._of_latents, self._output)
 
     def slots(self) -> Iterator[TensorSlot]:
-        for part in (self._input, self._conv, self._output):
-            yield from part.slots()
+        yield from self._conv.slots()
+        for linear in self.linears:
+            yield from linear.slots()
         for name, vector in self._vectors.items():
             yield TensorSlot(name, tuple(vector.shape), torch.float32, vector.copy_)
 
@@ -482,22 +489,28 @@ class DeltaNet:
             [T, hidden_size].
         """
         layer = self._layer
-        gate, convolved, decays, shares = torch.split(self._input(normed).float(), self._sizes, -1)
+        gate, convolved, decays, shares = torch.split(self._input(normed), self._sizes, -1)
+        if self._of_latents:
+            gate, decays = (
+                linear(latent.contiguous()) for linear, latent in zip(self._of_latents, (gate, decays), strict=True)
+            )
         kept = self._conv.state_size
-        convolved = functional.silu(self._conv(convolved.contiguous(), steps, memory[:, :kept]))
+        convolved = functional.silu(self._conv(convolved.float().contiguous(), steps, memory[:, :kept]))
         vectors = layer.group_count * layer.vector_size
         queries, keys, values = torch.split(convolved, [vectors, vectors, layer.inner_size], -1)
         found = self._scanned(
             self._unit_vectors(queries) * layer.vector_size**-0.5,
             self._unit_vectors(keys),
             values.reshape(-1, layer.head_count, layer.head_dim),
-            functional.softplus(decays + self._decay_bias) * self._rates,
-            shares.sigmoid() * layer.share_scale,
+            functional.softplus(decays.float() + self._decay_bias).view(len(normed), layer.head_count, -1)
+            * self._rates[:, None],
+            shares.float().sigmoid() * layer.share_scale,
             steps,
             memory[:, kept:].view(-1, layer.head_count, layer.vector_size, layer.head_dim),
         )
         found *= torch.rsqrt(found.square().mean(-1, keepdim=True) + self._eps) * self._norm
-        return self._output((found.flatten(1) * functional.silu(gate)).to(normed.dtype))
+        gates = gate.float().sigmoid() if layer.rank else functional.silu(gate.float())
+        return self._output((found.flatten(1) * gates).to(normed.dtype))
 
     def _unit_vectors(self, vectors: Tensor) -> Tensor:
         """Scale vectors to length 1, and repeat them for each value head. Returns [T, heads, vector_size]."""
@@ -523,7 +536,7 @@ class DeltaNet:
             queries: [T, heads, vector_size].
             keys: [T, heads, vector_size].
             values: [T, heads, head_dim].
-            exponents: [T, heads], logarithm of each token's decay.
+            exponents: [T, heads, 1] or [T, heads, vector_size], logarithm of each token's decay.
             shares: [T, heads], fraction of each token's update.
             states: [slots, heads, vector_size, head_dim].
 
@@ -533,7 +546,7 @@ class DeltaNet:
         result = torch.empty_like(values)
         if (own := steps.rows) is not None:
             before = torch.where(own.past_count[..., None] > 0, states[own.reads], 0.0)
-            before *= own.take(exponents).exp()[..., None, None]
+            before *= own.take(exponents).exp()[..., None]
             key = own.take(keys)[..., None]
             added = (own.take(values) - (before * key).sum(-2)) * own.take(shares)[..., None]
             after = before + key * added[:, :, None]
@@ -563,7 +576,7 @@ def _scanned_deltas(
         queries: [t, heads, vector_size].
         keys: [t, heads, vector_size].
         values: [t, heads, head_dim].
-        exponents: [t, heads], logarithm of each token's decay.
+        exponents: [t, heads, 1] or [t, heads, vector_size], logarithm of each token's decay.
         shares: [t, heads], fraction of each token's update.
         state: [heads, vector_size, head_dim], state before the tokens. It is replaced by the state after them.
 
@@ -571,19 +584,30 @@ def _scanned_deltas(
         [t, heads, head_dim].
     """
     count = queries.shape[0]
-    queries, keys, values, exponents, shares = map(_pieces, (queries, keys, values, exponents, shares))
-    left, since, until = _decays(exponents)
-    shares = shares[..., None]
+    has_one_decay = exponents.shape[-1] == 1
+    size = PIECE_TOKENS if has_one_decay else PIECE_TOKENS_OF_ROWS
+    parts = (queries, keys, values, exponents, shares[..., None])
+    queries, keys, values, exponents, shares = (_pieces(part, size) for part in parts)
+    if has_one_decay:
+        left, since, until = _decays(exponents[..., 0])
+        of_queries, of_keys = (part @ keys.transpose(-1, -2) * left for part in (queries, keys))
+    else:
+        sums = exponents.cumsum(-2)
+        is_later = torch.ones(sums.shape[-2:-1] * 2, dtype=torch.bool, device=sums.device).triu(1)
+        left = (sums[..., :, None, :] - sums[..., None, :, :]).masked_fill_(is_later[..., None], -math.inf).exp_()
+        left *= keys[..., None, :, :]
+        of_queries, of_keys = ((part[..., :, None, :] * left).sum(-1) for part in (queries, keys))
+        since, until = sums.exp(), (sums[..., -1:, :] - sums).exp()
     # With unitriangular=True, the solver ignores the diagonal of the system and uses ones.
-    system = (keys @ keys.transpose(-1, -2)) * left * shares
+    system = of_keys * shares
     wanted = torch.cat((values, keys * since), -1) * shares
     solved: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     added, of_state = torch.split(solved, [values.shape[-1], keys.shape[-1]], -1)
     kept = (keys * until).transpose(-1, -2)
     before = state.new_empty(len(keys), *state.shape)
-    for piece, decay in enumerate(since[:, :, -1:]):
+    for piece, decay in enumerate(since[:, :, -1, :, None]):
         before[piece] = state
         added[piece].sub_(of_state[piece] @ state)
         torch.baddbmm(state * decay, kept[piece], added[piece], out=state)
-    found = ((queries @ keys.transpose(-1, -2)) * left) @ added + (queries @ before) * since
+    found = of_queries @ added + (queries * since) @ before
     return _joined(found, count)

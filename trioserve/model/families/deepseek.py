@@ -4,6 +4,8 @@ MiniCPM3 has latent attention without experts. GLM-4.7-Flash is built like V3.
 
 dots.llm1 has the experts of V3 and ordinary attention.
 
+Most layers of Kimi Linear have a gated delta rule. Its latent attention ignores positions.
+
 A layer of LongCat-Flash has two attentions and two MLPs, and experts whose result is added at its end. It is described
 as two layers.
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +25,13 @@ import msgspec
 
 from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.layer_config import ExpertsConfig, LatentAttentionConfig, LayerConfig, MlpConfig
+from trioserve.model.layer_config import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    MlpConfig,
+)
 from trioserve.model.model_config import ModelConfig, RowFactors
 
 __all__ = [
@@ -33,6 +42,8 @@ __all__ = [
     "DOTS1",
     "GLM4_MOE_LITE",
     "GLM_MOE_DSA",
+    "KIMI_LINEAR",
+    "KIMI_LINEAR_SAVED",
     "LONGCAT_FLASH",
     "MINICPM",
     "MINICPM3",
@@ -43,7 +54,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def _attention(fields: ModelFields) -> LatentAttentionConfig:
+def _attention(fields: ModelFields, *, has_positions: bool = True) -> LatentAttentionConfig:
     for name in ("attention_bias", "mlp_bias"):
         if fields.flag_or(name, False):
             raise fields.wrong(name, "false for this family")
@@ -66,7 +77,7 @@ def _attention(fields: ModelFields) -> LatentAttentionConfig:
     )
     if found not in usual:
         raise fields.wrong("head_dim", f"{rotated} as qk_rope_head_dim, or left out")
-    factor = fields.latent_score_factor()
+    factor = fields.latent_score_factor() if has_positions else 1.0
     return LatentAttentionConfig(
         head_count=head_count,
         query_rank=fields.whole_or("q_lora_rank", None) or None,
@@ -74,7 +85,7 @@ def _attention(fields: ModelFields) -> LatentAttentionConfig:
         plain_dim=plain,
         turned_dim=rotated,
         value_dim=value,
-        rotary=fields.rotary(rotated),
+        rotary=fields.rotary(rotated) if has_positions else None,
         scale=factor / math.sqrt(plain + rotated),
     )
 
@@ -399,5 +410,100 @@ LONGCAT_FLASH = Family(
             "router.score_bias": "mlp.router.e_score_correction_bias",
         },
         pairs_adjacent=True,
+    ),
+)
+
+
+def _describe_kimi_linear(fields: ModelFields) -> ModelConfig:
+    """Describe Kimi Linear. An inner object of the authors' configs describes the delta rule, and numbers layers from
+    1.
+    """
+    if not fields.flag_or("mla_use_nope", True):
+        raise fields.wrong("mla_use_nope", "true for this family")
+    own = fields.group_or_none("linear_attn_config")
+    sizes = {"head_dim": 128, "num_heads": 32, "conv_kernel_dim": 4}
+    sizes = {name: fields.whole_or(f"linear_{name}", size) for name, size in sizes.items()}
+    indexes: Sequence[int] = range(4, fields.layer_count, 4)
+    if own is not None:
+        names = {"head_dim": "head_dim", "num_heads": "num_heads", "conv_kernel_dim": "short_conv_kernel_size"}
+        sizes = {name: own.whole_or(theirs, sizes[name]) for name, theirs in names.items()}
+        if "full_attn_layers" in own and "kda_layers" in own:
+            numbers = own.wholes("full_attn_layers")
+            if sorted((*numbers, *own.wholes("kda_layers"))) != list(range(1, fields.layer_count + 1)):
+                raise own.wrong("kda_layers", "all numbers of layers, from 1, that full_attn_layers does not have")
+            indexes = [number - 1 for number in numbers]
+    delta = DeltaNetConfig(
+        head_count=sizes["num_heads"],
+        group_count=sizes["num_heads"],
+        head_dim=sizes["head_dim"],
+        vector_size=sizes["head_dim"],
+        kernel_size=sizes["conv_kernel_dim"],
+        has_joint_qkv=False,
+        rank=sizes["head_dim"],
+    )
+    attention = _attention(fields, has_positions=False)
+    attends, mlps = fields.attending_layers("linear_attention", indexes), fields.routed_by_sigmoid(dense_count=1)
+    return fields.described(
+        "kimi_linear",
+        [LayerConfig(attention=attention if at else delta, mlp=mlp) for at, mlp in zip(attends, mlps, strict=True)],
+        norm_eps=fields.number_or("rms_norm_eps", 1e-5),
+    )
+
+
+_MOE = "block_sparse_moe"
+_EXPERT_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+KIMI_LINEAR = Family(
+    name="kimi_linear",
+    classes=("KimiLinearForCausalLM",),
+    model_type="kimi_linear",
+    saved_as="kimi_linear_saved",
+    spellings={
+        "max_position_embeddings": "model_max_length",
+        "n_group": "num_expert_group",
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "norm_topk_prob": "moe_renormalize",
+        "num_experts_per_tok": "num_experts_per_token",
+        "scoring_func": "moe_router_activation_func",
+    },
+    defaults={
+        "num_key_value_heads": 32,
+        "n_shared_experts": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+        "v_head_dim": 128,
+        "norm_topk_prob": True,
+    },
+    notes=("qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta", "use_grouped_topk"),
+    describe=_describe_kimi_linear,
+    transformers=Naming(
+        modules={
+            **{f"delta_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+            **{f"conv_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+            **{f"delta_gate_{half}": f"self_attn.g_{half}_proj" for half in "ab"},
+            **{f"delta_decay_{half}": f"self_attn.f_{half}_proj" for half in "ab"},
+            "delta_share": "self_attn.b_proj",
+            "out_proj": "self_attn.o_proj",
+            "gate_norm": "self_attn.o_norm",
+            "state.rates": "self_attn.A_log",
+            "state.time_step_bias": "self_attn.dt_bias",
+            "router": f"{_MOE}.gate",
+            "router.score_bias": f"{_MOE}.gate.e_score_correction_bias",
+            **{f"experts.{part}_proj": f"{_MOE}.experts.{{expert}}.{name}" for part, name in _EXPERT_NAMES.items()},
+            **{f"shared.{part}_proj": f"{_MOE}.shared_experts.{part}_proj" for part in _EXPERT_NAMES},
+        },
+    ),
+)
+# transformers gives dense MLPs the prefix that only mixtures have in the authors' files.
+KIMI_LINEAR_SAVED = replace(
+    KIMI_LINEAR,
+    name="kimi_linear_saved",
+    classes=(),
+    saved_as=None,
+    transformers=Naming(
+        modules={
+            **KIMI_LINEAR.transformers.modules,
+            **{f"{part}_proj": f"{_MOE}.{part}_proj" for part in _EXPERT_NAMES},
+        }
     ),
 )

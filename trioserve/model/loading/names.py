@@ -486,7 +486,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
     if isinstance(recurrent, StateSpaceConfig):
         shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "skips", "time_step_bias")]
     if isinstance(recurrent, DeltaNetConfig):
-        shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "time_step_bias")]
+        shapes += [("state.rates", (recurrent.head_count,)), ("state.time_step_bias", (recurrent.decay_count,))]
     if isinstance(recurrent, SelectiveScanConfig):
         channels = (recurrent.channel_count,)
         shapes += [("state.rates", (*channels, recurrent.vector_size)), ("state.skips", channels)]
@@ -537,11 +537,10 @@ def _attention_matrices(
 def _recurrent_matrices(mixer: Recurrent, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
     """Yield name, rows, columns, and True if there is a bias, for each matrix."""
     if isinstance(mixer, DeltaNetConfig):
-        yield "delta_gate", mixer.inner_size, hidden, False
-        for part, size in mixer.qkv_sizes.items():
-            yield f"delta_{part}", size, hidden, False
-        yield "delta_decay", mixer.head_count, hidden, False
-        yield "delta_share", mixer.head_count, hidden, False
+        for module, size in mixer.input_sizes.items():
+            yield module, size, hidden, False
+        for module, size in mixer.latent_sizes.items():
+            yield module, size, mixer.rank, False
         for module, size in mixer.conv_sizes.items():
             yield module, size, mixer.kernel_size, False
         yield "out_proj", hidden, mixer.inner_size, False

@@ -543,7 +543,9 @@ def _delta_net(net: DeltaNetConfig, place: Place) -> tuple[DeltaNetConfig, Cuts]
     )
     keys_of_rank, values = rows(convolved[0]), rows(*inner)
     cuts = {
-        "delta_gate": values,
+        **dict.fromkeys(("delta_gate", "delta_gate_b"), values),
+        **dict.fromkeys(("delta_gate_a", "delta_decay_a"), WHOLE),
+        "delta_decay_b": keys_of_rank,
         "delta_qkv": rows(*convolved),
         **dict.fromkeys(("delta_q", "delta_k", "conv_q", "conv_k"), keys_of_rank),
         **dict.fromkeys(("delta_v", "conv_v"), values),
@@ -552,7 +554,8 @@ def _delta_net(net: DeltaNetConfig, place: Place) -> tuple[DeltaNetConfig, Cuts]
         "conv": rows(*convolved),
         "out_proj": columns(place[0], *inner),
         "gate_norm": WHOLE,  # All heads share the weights of one norm.
-        **dict.fromkeys(("state.rates", "state.time_step_bias"), rows(*heads)),
+        "state.rates": rows(*heads),
+        "state.time_step_bias": keys_of_rank if net.rank else rows(*heads),
     }
     return replace(net, head_count=own.size, group_count=count), cuts
 
