@@ -232,7 +232,7 @@ async def test_a_client_that_leaves_during_a_step_abandons_the_step(autojump_clo
                 async with server.engine.held_step() as plan:
                     client.close()
                     await wait_all_tasks_blocked()
-                    assert server.engine.core.is_abandoned(plan)
+                    assert server.engine.core.flights.is_abandoned(plan)
                 scope.cancel()
         server.engine.resume()
 

@@ -294,7 +294,7 @@ def test_an_abandoned_step_with_drafts_frees_every_block(drive):
     plan = driver.core.schedule(0.0)
     assert plan.chunks[0].draft
     driver.abort("a")
-    assert driver.core.is_abandoned(plan)
+    assert driver.core.flights.is_abandoned(plan)
     driver.core.drop_plan(plan, 0.0)
     assert driver.core.stats().blocks_used == 0
 

@@ -38,7 +38,7 @@ class Steps:
 
     def compute(self, plan: StepPlan, *, fail: Iterable[str] = ()) -> StepResult | None:
         self.driver.executor.errors.update({RequestId(name): f"{name} is broken" for name in fail})
-        return self.driver.executor.execute(plan, self.core.abandonment(plan))
+        return self.driver.executor.execute(plan, self.core.flights.abandonment(plan))
 
     def take(self, plan: StepPlan, result: StepResult | None) -> list[EngineEvent]:
         return self.driver.take_result(plan, result)
@@ -184,9 +184,9 @@ def test_a_step_with_only_ended_requests_is_abandoned(steps):
     steps = steps(model=STOPS_AT_ONCE)
     steps.driver.add("a", range(1, 4), 9, stop_token_ids=frozenset({0}))
     first, second = steps.begin(), steps.ahead()
-    assert not steps.core.is_abandoned(second)
+    assert not steps.core.flights.is_abandoned(second)
     steps.end(first)
-    assert steps.core.is_abandoned(second)
+    assert steps.core.flights.is_abandoned(second)
     assert steps.compute(second) is None
 
 
@@ -240,7 +240,7 @@ def test_abort_of_a_request_that_is_only_in_the_second_step_waits_for_that_step(
     steps.driver.add("a", range(5), 9)
     second = steps.ahead()
     assert steps.driver.abort("a")["a"].finished is None
-    assert not steps.core.is_abandoned(second)
+    assert not steps.core.flights.is_abandoned(second)
     assert [event.request_id for event in steps.end(first)] == ["b"]
     assert {event.request_id for event in steps.end(second)} == {"a", "b"}
 
@@ -252,8 +252,8 @@ def test_a_second_step_continues_for_a_new_request_if_the_first_is_abandoned(ste
     steps.driver.add("b", range(20, 25), 2)
     second = steps.ahead()
     steps.driver.abort("a")
-    assert steps.core.is_abandoned(first)
-    assert not steps.core.is_abandoned(second)
+    assert steps.core.flights.is_abandoned(first)
+    assert not steps.core.flights.is_abandoned(second)
     assert steps.end(first) == []
     assert [event.request_id for event in steps.end(second)] == ["a", "b"]
     steps.run()

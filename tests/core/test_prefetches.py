@@ -63,7 +63,7 @@ class Served:
         plan = self.core.schedule(self.now)
         if plan is None:
             return []
-        result = self.executor.execute(plan, self.core.abandonment(plan))
+        result = self.executor.execute(plan, self.core.flights.abandonment(plan))
         self.core.update_from_output(plan, result, self.now)
         check_core(self.core)
         return [chunk.request.id for chunk in plan.chunks]

@@ -91,7 +91,7 @@ def test_request_that_ends_releases_its_state_slots(drive, moment):
         assert in_use(driver) == (1, 0)
     driver.abort("a")
     if plan is not None:
-        driver.take_result(plan, driver.executor.execute(plan, driver.core.abandonment(plan)))
+        driver.take_result(plan, driver.executor.execute(plan, driver.core.flights.abandonment(plan)))
     assert in_use(driver) == (0, 0)
     driver.run()
 
@@ -108,7 +108,7 @@ def test_unfinished_state_snapshot_is_released(drive, moment):
     plan = driver.core.schedule(0.0)
     assert len(plan.chunks[0].states) == (2 if moment == "it is written" else 1)
     driver.abort("b")
-    driver.take_result(plan, driver.executor.execute(plan, driver.core.abandonment(plan)))
+    driver.take_result(plan, driver.executor.execute(plan, driver.core.flights.abandonment(plan)))
     assert in_use(driver) == (0, kept)
     driver.run()
 

@@ -32,7 +32,7 @@ def begun(driver, *requests: str, output: int = 9) -> EngineCore:
 
 
 def end(driver, plan: StepPlan) -> None:
-    driver.take_result(plan, driver.executor.execute(plan, driver.core.abandonment(plan)))
+    driver.take_result(plan, driver.executor.execute(plan, driver.core.flights.abandonment(plan)))
     check_core(driver.core)
 
 
@@ -100,9 +100,9 @@ def test_an_abort_ends_requests_outside_of_steps_at_once(driver):
     assert results[RequestId("d")].finished is None
     assert core.stats().blocks_used < used
     used = core.stats().blocks_used
-    assert not core.is_abandoned(second)
+    assert not core.flights.is_abandoned(second)
     made.abort("e")
-    assert core.is_abandoned(second)
+    assert core.flights.is_abandoned(second)
     assert core.stats().blocks_used == used, "the abandoned step may still read the blocks"
     third = core.schedule_ahead(0.0)
     assert names(third) == "b c"

@@ -60,7 +60,7 @@ class Engine:
         )
 
     def compute(self, plan: StepPlan) -> None:
-        result = self.executor.execute(plan, self.core.abandonment(plan))
+        result = self.executor.execute(plan, self.core.flights.abandonment(plan))
         if result is None:
             self.core.drop_plan(plan, 0.0)
         else:

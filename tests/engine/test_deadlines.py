@@ -140,8 +140,8 @@ async def test_step_without_waiting_requests_is_abandoned_and_caches_no_block(au
         fake.steps.hold()
         async with fake.generate("a prompt of some length", LONG):
             plan = await fake.steps.entered()
-            assert not fake.core.is_abandoned(plan)
-        assert fake.core.is_abandoned(plan)
+            assert not fake.core.flights.is_abandoned(plan)
+        assert fake.core.flights.is_abandoned(plan)
         fake.steps.release()
         await trio.testing.wait_all_tasks_blocked()
         check_idle(fake.core)
@@ -156,7 +156,7 @@ async def test_step_with_a_waiting_request_is_finished(autojump_clock):
                 fake.steps.release()
                 fake.steps.hold()
                 plan = await fake.steps.entered()
-            assert not fake.core.is_abandoned(plan)
+            assert not fake.core.flights.is_abandoned(plan)
             fake.steps.release()
             assert [delta.finish_reason async for delta in stays][-1] is FinishReason.LENGTH
         check_idle(fake.core)

@@ -130,7 +130,7 @@ async def test_pooled_request_that_leaves_during_a_step_frees_all_blocks_after_t
         async with fake.held_step() as plan:
             assert len(plan.chunks) == 2
             await stream.__aexit__(None, None, None)
-            assert fake.core.is_abandoned(plan)
+            assert fake.core.flights.is_abandoned(plan)
         fake.assert_all_free()
 
 

@@ -138,7 +138,7 @@ class Driver:
         if plan is None:
             return False
         self.plans.append(plan)
-        result = self.runner.execute(plan, is_abandoned or self.core.abandonment(plan))
+        result = self.runner.execute(plan, is_abandoned or self.core.flights.abandonment(plan))
         self.results.append(result)
         if result is None:
             self.core.drop_plan(plan, 0.0)

@@ -126,7 +126,7 @@ def responses(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dic
             flights += [] if plan is None else [(plan, [])]
         for plan, results in flights[: rng.randint(1, 2)]:
             if not results:
-                results.append(runner.execute(plan, core.abandonment(plan)))
+                results.append(runner.execute(plan, core.flights.abandonment(plan)))
         plan, (result,) = flights.pop(0)
         events = core.drop_plan(plan, 0.0) if result is None else core.update_from_output(plan, result, 0.0)
         for event in events:

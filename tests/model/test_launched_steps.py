@@ -87,7 +87,7 @@ def request_of(name: str, prompt: tuple[int, ...], sampling: SamplingParams, *, 
 class Flight:
     def __init__(self, runner: ModelRunner, core: EngineCore, plan: StepPlan) -> None:
         self.plan = plan
-        self.finish = runner.launch(plan, core.abandonment(plan))
+        self.finish = runner.launch(plan, core.flights.abandonment(plan))
 
 
 def responses(

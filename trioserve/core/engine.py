@@ -16,7 +16,7 @@ goes back. The caller calls expire() when next_deadline() has passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.events import (
@@ -34,7 +34,7 @@ from trioserve.contracts.ids import BlockIndex, RequestId, hash_block
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest, KVTransferParams, Retention
 from trioserve.contracts.stats import EngineStats
-from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
+from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
 from trioserve.contracts.weights import kept_salt
 from trioserve.core.block_holds import Hold
 from trioserve.core.guided_steps import GuidedSteps, take_token
@@ -221,22 +221,11 @@ class EngineCore:
         self.sessions.advance(now)
         if self.scheduler.deferred.turns:
             self.scheduler.deferred.expire(now)
-        chunks, lives, admitted, preempted = self.scheduler.fill_step(now)
+        chunks, lives, token_count, admitted, preempted = self.scheduler.fill_step(now)
         if not chunks:
             assert not self.scheduler.running, "requests run but nothing can be computed"
             return None
-        masks = self._guided.begin(chunks, lives)
-        plan = StepPlan(
-            self._steps_total,
-            tuple(chunks),
-            sum([chunk.count for chunk in chunks])
-            + (sum(len(chunk.draft) for chunk in chunks) if self.settings.draft_tokens_max else 0),
-            tuple(admitted),
-            tuple(preempted),
-            masks=masks,
-        )
-        self._begin(plan, lives, now)
-        return plan
+        return self._begin(chunks, lives, token_count, admitted, preempted, now)
 
     @property
     def plans_ahead(self) -> bool:
@@ -264,37 +253,10 @@ class EngineCore:
         self.sessions.advance(now)
         if self.scheduler.deferred.turns:
             self.scheduler.deferred.expire(now)
-        chunks, lives, admitted = self.scheduler.fill_step_ahead(self.flights.last, now)
+        chunks, lives, token_count, admitted = self.scheduler.fill_step_ahead(self.flights.last, now)
         if not chunks:
             return None
-        token_count = sum(chunk.count for chunk in chunks)
-        masks = self._guided.begin(chunks, lives)
-        plan = StepPlan(
-            self._steps_total,
-            tuple(chunks),
-            token_count,
-            tuple(admitted),
-            is_ahead=not self.settings.steps_apart,
-            masks=masks,
-        )
-        self._begin(plan, lives, now)
-        return plan
-
-    def is_abandoned(self, plan: StepPlan) -> bool:
-        """Return True if the plan is in flight and all of its requests were aborted or have ended.
-
-        Args:
-            plan: any plan of this core.
-        """
-        return self.flights.is_abandoned(plan)
-
-    def abandonment(self, plan: StepPlan) -> IsAbandoned:
-        """Return the function with which the computing code checks whether it may stop early.
-
-        Args:
-            plan: a plan in flight.
-        """
-        return self.flights.abandonment(plan)
+        return self._begin(chunks, lives, token_count, admitted, (), now, is_ahead=not self.settings.steps_apart)
 
     def drop_plan(self, plan: StepPlan, now: float) -> list[EngineEvent]:
         """End an abandoned plan that has no result. Its blocks are not registered in the prefix cache, because nobody
@@ -307,7 +269,7 @@ class EngineCore:
         Returns:
             The ends of the plan's requests.
         """
-        assert self.is_abandoned(plan), "the plan is not in flight, or a request waits for it"
+        assert self.flights.is_abandoned(plan), "the plan is not in flight, or a request waits for it"
         lives = self._land(plan, now, is_whole=False)
         return [*self._live.drop(lives, now)]
 
@@ -743,10 +705,31 @@ class EngineCore:
             live.prompt_logprobs_count += len(new)
             events.append(PromptLogprobs(live.request.id, tuple(new)))
 
-    def _begin(self, plan: StepPlan, lives: list[LiveRequest], now: float) -> None:
+    def _begin(
+        self,
+        chunks: list[ScheduledChunk],
+        lives: list[LiveRequest],
+        token_count: int,
+        admitted: Sequence[RequestId],
+        preempted: Sequence[RequestId],
+        now: float,
+        *,
+        is_ahead: bool = False,
+    ) -> StepPlan:
+        masks = self._guided.begin(chunks, lives)
+        plan = StepPlan(
+            self._steps_total,
+            tuple(chunks),
+            token_count,
+            tuple(admitted),
+            tuple(preempted),
+            is_ahead=is_ahead,
+            masks=masks,
+        )
         self.flights.begin(plan, lives)
         self.scheduler.pace.begin(now, plan)
         self._steps_total += 1
+        return plan
 
     def _land(self, plan: StepPlan, now: float, *, is_whole: bool) -> list[LiveRequest]:
         """Remove a returned plan from the plans in flight.

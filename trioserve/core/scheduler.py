@@ -90,18 +90,21 @@ class Scheduler:
         self.prefix_hit_tokens_total = 0
         self.model_drafts = ModelDrafts(settings, pool) if settings.draft_source != "text" else None
 
-    def fill_step(self, now: float) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId], list[RequestId]]:
+    def fill_step(
+        self, now: float
+    ) -> tuple[list[ScheduledChunk], list[LiveRequest], int, list[RequestId], list[RequestId]]:
         """Plan the next step. No step may be in flight.
 
         Args:
             now: time in seconds.
 
         Returns:
-            Chunks, the request of each chunk, ids of admitted requests, and ids of preempted requests. There are no
-            chunks if there is no live request, or if all live requests wait for a connector.
+            Chunks, the request of each chunk, the number of tokens to compute, ids of admitted requests, and ids of
+            preempted requests. There are no chunks if there is no live request, or if all live requests wait for a
+            connector.
         """
         planned: dict[RequestId, int] = {}  # Number of tokens in each chunk.
-        preempted: list[LiveRequest] = []
+        preempted: list[RequestId] = []
         prompts = _PromptTokens(self, planned)
         budget = self._plan_running(planned, preempted, prompts, now)
         if not planned and self.running:
@@ -116,9 +119,11 @@ class Scheduler:
         # But if no chunk is planned, held blocks fill the pool, and no running request could get the freed blocks.
         if not preempted or not planned:
             admitted = self._admit(planned, budget, prompts, now)
-        chunks = []
-        lives = [self.running[request_id] for request_id in planned]
-        for live, count in zip(lives, planned.values(), strict=True):
+        chunks: list[ScheduledChunk] = []
+        lives: list[LiveRequest] = []
+        for request_id, count in planned.items():
+            live = self.running[request_id]
+            lives.append(live)
             start, tokens = live.computed_count, live.tokens
             samples = start + count == len(tokens) and not live.is_pooling
             if live.state is None:
@@ -126,22 +131,24 @@ class Scheduler:
             else:
                 spans = self._spans(live.state, start, count)
                 chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples, states=spans))
+        token_count = sum(planned.values())
         if self._settings.draft_tokens_max:
             has_waiting = self._has_waiting(besides=len(self.deferred.turns))
             if not has_waiting:
                 self._add_drafts(chunks)
             if self.model_drafts is not None:
                 self.model_drafts.add_tasks(chunks, lives, has_waiting=has_waiting)
-        return chunks, lives, admitted, [live.request.id for live in preempted]
+            token_count += sum(len(chunk.draft) for chunk in chunks)
+        return chunks, lives, token_count, admitted, preempted
 
     def _plan_running(
-        self, planned: dict[RequestId, int], preempted: list[LiveRequest], prompts: _PromptTokens, now: float
+        self, planned: dict[RequestId, int], preempted: list[RequestId], prompts: _PromptTokens, now: float
     ) -> int:
         """Plan chunks for running requests until the budget is used. Preempt other requests if blocks are needed.
 
         Args:
             planned: receives the token count of each chunk.
-            preempted: receives requests that lost their blocks.
+            preempted: receives the ids of requests that lost their blocks.
             prompts: limits the tokens of prompts.
             now: time in seconds.
 
@@ -150,7 +157,7 @@ class Scheduler:
         """
         budget = self._settings.step_tokens_max
         block_size = self._settings.block_size
-        count_max = self._running_count_max()
+        count_max = self._count_max_apart() if self._settings.steps_apart else len(self.running)
         for live in self._running_in_turn():
             if budget == 0 or len(planned) == count_max:
                 break
@@ -179,7 +186,7 @@ class Scheduler:
 
     def fill_step_ahead(
         self, in_flight: StepPlan, now: float
-    ) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId]]:
+    ) -> tuple[list[ScheduledChunk], list[LiveRequest], int, list[RequestId]]:
         """Plan the next step while one step is in flight, as if all requests of that step continued.
 
         Args:
@@ -187,20 +194,20 @@ class Scheduler:
             now: time in seconds.
 
         Returns:
-            Chunks, the request of each chunk, and ids of admitted requests. There are three cases without chunks: no
-            token is due, a request would have to be preempted while its blocks are read, or a guide needs the next
-            token first.
+            Chunks, the request of each chunk, the number of tokens to compute, and ids of admitted requests. There are
+            three cases without chunks: no token is due, a request would have to be preempted while its blocks are read,
+            or a guide needs the next token first.
         """
         block_size = self._settings.block_size
         ends = {chunk.request.id: chunk.start + chunk.count for chunk in in_flight.chunks}
         is_apart = self._settings.steps_apart
         if not is_apart and any(live.guide is not None and _guide_waits(live, ends) for live in self.running.values()):
-            return [], [], []
+            return [], [], 0, []
         planned: dict[RequestId, int] = {}
         budget = self._settings.step_tokens_max
         needed = 0
         prompts = _PromptTokens(self, planned)
-        count_max = self._running_count_max()
+        count_max = self._count_max_apart() if self._settings.steps_apart else len(self.running)
         for live, due_count in self._due_behind(ends):
             if budget == 0 or len(planned) == count_max:
                 break
@@ -220,7 +227,7 @@ class Scheduler:
             budget -= count
             planned[live.request.id] = count
         if needed > self._pool.available_count:
-            return [], [], []
+            return [], [], 0, []
         for request_id, count in planned.items():
             live = self.running[request_id]
             end = ends.get(request_id, live.computed_count) + count
@@ -246,7 +253,7 @@ class Scheduler:
                     states=() if live.state is None else self._spans(live.state, start, count),
                 )
             )
-        return chunks, lives, admitted
+        return chunks, lives, sum(planned.values()), admitted
 
     def leave_batch(self, live: LiveRequest) -> None:
         """Remove an ended request from the running requests. The request keeps its blocks.
@@ -378,10 +385,9 @@ class Scheduler:
                 others.sort(key=lambda other: other[0].order)
         return decodes + others
 
-    def _running_count_max(self) -> int:
-        """Return how many running requests one step may contain."""
-        count = len(self.running)
-        return -(-count // STEPS_IN_FLIGHT_MAX) if self._settings.steps_apart else count
+    def _count_max_apart(self) -> int:
+        """Return how many running requests one step may contain if two steps in flight share no request."""
+        return -(-len(self.running) // STEPS_IN_FLIGHT_MAX)
 
     def _rotate_running(self, planned: Mapping[RequestId, int]) -> None:
         """Move the planned requests to the end of the order, so that the next step begins with other requests."""
@@ -389,7 +395,7 @@ class Scheduler:
             self.running[request_id] = self.running.pop(request_id)
 
     def _make_room(
-        self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest], now: float
+        self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[RequestId], now: float
     ) -> int:
         """Preempt the last requests of the queue until `live` can compute `count` tokens.
 
@@ -406,7 +412,7 @@ class Scheduler:
             victim = max(self.running.values(), key=lambda other: other.order)
             budget_back += planned.pop(victim.request.id, 0)
             self._preempt(victim)
-            preempted.append(victim)
+            preempted.append(victim.request.id)
             if victim is live:
                 break
         return budget_back

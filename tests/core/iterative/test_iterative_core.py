@@ -54,7 +54,7 @@ class Driven:
         return plan
 
     def end(self, plan: IterativePlan) -> list[IterativeEvent]:
-        result = self.executor.execute(plan, self.core.abandonment(plan))
+        result = self.executor.execute(plan, self.core.flights.abandonment(plan))
         assert self.executor.held_ids <= self.living, "a slot holds garbage of a request that ended before this step"
         if result is None:
             events = self.core.drop_plan(plan, 0.0)
@@ -234,7 +234,7 @@ def test_abort_during_a_step_waits_for_that_step_only(steps):
     plan = driven.begin()
     assert driven.abort("a", FinishReason.DEADLINE).finished is None
     assert driven.abort("a").outcome is AbortOutcome.ABORTED  # The reason of the first abort is reported.
-    assert driven.core.is_abandoned(plan)
+    assert driven.core.flights.is_abandoned(plan)
     assert driven.core.stats().slots_used == 1
     (event,) = driven.end(plan)
     assert isinstance(event, RequestFinished)
@@ -249,7 +249,7 @@ def test_an_aborted_request_does_not_affect_others_in_the_step():
     driven.step()
     plan = driven.begin()
     driven.abort("a")
-    assert not driven.core.is_abandoned(plan)
+    assert not driven.core.flights.is_abandoned(plan)
     events = driven.end(plan)
     assert [type(event) for event in events] == [RequestFinished, StepDone]
     driven.run()

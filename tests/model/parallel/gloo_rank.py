@@ -53,7 +53,7 @@ def generated(runner: ModelRunner) -> dict[str, list[int]]:
             )
         )
     while (plan := core.schedule(0.0)) is not None:
-        result = runner.execute(plan, core.abandonment(plan))
+        result = runner.execute(plan, core.flights.abandonment(plan))
         assert result is not None
         for chunk, token in zip(plan.chunks, result.token_ids, strict=True):
             if token is not None:

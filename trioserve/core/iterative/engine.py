@@ -56,7 +56,6 @@ from trioserve.contracts.image_generation import (
     StepDone,
 )
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
-from trioserve.contracts.step import IsAbandoned
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.request_state import RequestLife, RequestStatus
 from trioserve.core.settings import IterativeSettings
@@ -481,22 +480,6 @@ class IterativeCore:
 
     # --- the step in flight ---
 
-    def is_abandoned(self, plan: IterativePlan) -> bool:
-        """Return True if the plan is in flight and all of its requests were aborted.
-
-        Args:
-            plan: any plan of this core.
-        """
-        return self.flights.is_abandoned(plan)
-
-    def abandonment(self, plan: IterativePlan) -> IsAbandoned:
-        """Return the function with which the computing code checks whether it may stop early.
-
-        Args:
-            plan: a plan in flight.
-        """
-        return self.flights.abandonment(plan)
-
     def drop_plan(self, plan: IterativePlan, now: float) -> list[IterativeEvent]:
         """End an abandoned plan that has no result.
 
@@ -507,7 +490,7 @@ class IterativeCore:
         Returns:
             The ends of the plan's requests.
         """
-        assert self.is_abandoned(plan), "the plan is not in flight, or a request waits for it"
+        assert self.flights.is_abandoned(plan), "the plan is not in flight, or a request waits for it"
         return [*self._live.drop(self.flights.end(plan), now)]
 
     def update_from_output(self, plan: IterativePlan, result: IterativeResult, now: float) -> list[IterativeEvent]:

@@ -549,7 +549,8 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     def _after_step(self) -> None:
         if not self._idle.is_set():
             self._note_idle()
-        self._readmission.look()
+        if not self._readmission.is_settled:
+            self._readmission.look()
         if self._pausing.state is not PauseState.RUNS:
             self._pausing.look()
         self.load_changes.note()

@@ -23,6 +23,7 @@ import trio
 
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.step import IsAbandoned, LaunchingExecutor, StepPlan, StepResult
+from trioserve.core.steps_in_flight import StepsInFlight
 from trioserve.engine.lifecycle.pausing import StepGate
 from trioserve.trio_tools.worker_thread import WorkerThread
 
@@ -75,6 +76,9 @@ class SteppedCore(Protocol[Plan, ResultIn, Event]):
     """The interface of a core for the step loop. `EngineCore` and `IterativeCore` document the methods."""
 
     @property
+    def flights(self) -> StepsInFlight[Plan, Any]: ...
+
+    @property
     def plans_ahead(self) -> bool:
         """True if `schedule_ahead` may return plans for later steps."""
         ...
@@ -93,8 +97,6 @@ class SteppedCore(Protocol[Plan, ResultIn, Event]):
     def schedule(self, now: float) -> Plan | None: ...
 
     def schedule_ahead(self, now: float) -> Plan | None: ...
-
-    def abandonment(self, plan: Plan) -> IsAbandoned: ...
 
     def drop_plan(self, plan: Plan, now: float) -> list[Event]: ...
 
@@ -288,7 +290,7 @@ class EngineLoop(Generic[Plan, Result, Event]):
                     await self._overlapped.run(plan, now)
                     continue
                 started_at = trio.current_time()
-                result = await self._steps.run_step(plan, self._core.abandonment(plan))
+                result = await self._steps.run_step(plan, self._core.flights.abandonment(plan))
                 computed_at = trio.current_time()
                 if result is None:
                     events = self._core.drop_plan(plan, computed_at)
@@ -400,7 +402,7 @@ class OverlappedSteps(Generic[Plan, Result, Event]):
             raise
 
     def _hand_over(self, plan: Plan, schedule_at: float) -> _StepInFlight[Plan, Result]:
-        return _StepInFlight(plan, self._run_step(plan, self._core.abandonment(plan)), schedule_at)
+        return _StepInFlight(plan, self._run_step(plan, self._core.flights.abandonment(plan)), schedule_at)
 
     def _hand_over_ahead(self) -> list[_StepInFlight[Plan, Result]]:
         now = trio.current_time()

@@ -106,6 +106,9 @@ class Readmission(Generic[ScopeT]):
         begin: adds a request's sequences to the core.
         end: ends an accused request.
         has_brought: returns True if a step has made progress since the engine was opened.
+
+    Attributes:
+        is_settled: True if every request of the broken engine has begun or ended, so `look` has nothing to do.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class Readmission(Generic[ScopeT]):
         # Requests that were in no failed step. They wait only while a suspect runs alone.
         self._others: deque[ScopeT] = deque()
         self._accused: list[ScopeT] = []
+        self.is_settled = True
         self._is_alone = False  # True while only the first suspect may run.
         self._on_trial: ScopeT | None = None  # The suspect that began last, until it produces a token or leaves.
         # For each choice of that suspect: its progress when the suspect began.
@@ -147,6 +151,7 @@ class Readmission(Generic[ScopeT]):
                 request.lone_fault_count = 0
             self._accused.clear()
         self._is_alone = True
+        self.is_settled = False
         self.look()
 
     def admit(self, request: ScopeT) -> None:
@@ -172,6 +177,7 @@ class Readmission(Generic[ScopeT]):
         self._others.clear()
         self._accused.clear()
         self._is_alone = False
+        self.is_settled = True
         self._on_trial = None
         self._tried.clear()
         return waiting
@@ -181,8 +187,8 @@ class Readmission(Generic[ScopeT]):
 
         The engine calls this method after the results of a step were delivered, and when a request has left the core.
         """
-        if self._on_trial is None and not self._is_alone and not self._suspects:
-            return  # Nearly all calls end here.
+        if self.is_settled:
+            return
         while self._has_passed():
             if self._on_trial is not None:
                 passed, self._on_trial = self._on_trial, None
@@ -191,6 +197,7 @@ class Readmission(Generic[ScopeT]):
                 self._let_others_begin()
                 continue  # Check again, because ending a request may have let other requests begin.
             if not self._suspects:
+                self.is_settled = True
                 return
             request = self._suspects.popleft()
             if request.upcoming:  # A request without upcoming sequences has left meanwhile.

@@ -355,12 +355,12 @@ class Simulation(EventSimulation[World]):
         plan = flight.plan
         entries = [self.entries[chunk.request.id] for chunk in plan.chunks]
         is_awaited = any(entry.aborted_for is None and entry.finished is None for entry in entries)
-        assert self.core.is_abandoned(plan) != is_awaited, (
+        assert self.core.flights.is_abandoned(plan) != is_awaited, (
             f"step {plan.step_index} is abandoned, or a request waits for it: {is_awaited}"
         )
         if is_awaited and plan.masks is not None:
             self._masks.fill_until(plan.masks)
-        flight.result = self.executor.execute(plan, self.core.abandonment(plan))
+        flight.result = self.executor.execute(plan, self.core.flights.abandonment(plan))
         flight.is_computed = True
 
     def _next_to_compute(self) -> Flight | None:

@@ -504,7 +504,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
         if self.plan is None or self.is_computed:
             return
         self.executor.errors.update({RequestId(name): message for name, message in self._failing.items()})
-        self._result = self.executor.execute(self.plan, self.core.abandonment(self.plan))
+        self._result = self.executor.execute(self.plan, self.core.flights.abandonment(self.plan))
         self.is_computed = True
 
     def _update(self, _event: Update) -> None:
@@ -584,7 +584,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
         )
         if self.plan is not None:
             is_abandoned = all(self.entries[work.request.id].aborted_for for work in self.plan.works)
-            assert core.is_abandoned(self.plan) == is_abandoned, f"is_abandoned should be {is_abandoned}"
+            assert core.flights.is_abandoned(self.plan) == is_abandoned, f"is_abandoned should be {is_abandoned}"
 
 
 def _moment(entry: ExpectedIteration | None) -> str:

@@ -345,7 +345,7 @@ class PairHost:
                 check_nobody_could_start(self.core, _may_load, lambda _live: False)
             return self.flight
         plan, self.flight = self.flight, None
-        result = self.executor.execute(plan, self.core.abandonment(plan))
+        result = self.executor.execute(plan, self.core.flights.abandonment(plan))
         if result is None:
             self._pass_on(self.core.drop_plan(plan, now))
         else:
