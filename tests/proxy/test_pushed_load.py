@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from trioserve.admission.dispatch import KEPT_SECONDS, SentTimes
+from trioserve.admission.admission_scope import KEPT_SECONDS, SentTimes
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.pushed_reports import ANCHOR_SECONDS, SILENT_SECONDS, PushedLoad

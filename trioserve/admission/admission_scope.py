@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -15,7 +16,7 @@ from trioserve.router.endpoint_state import Fault
 from trioserve.router.ticket import Ticket, TicketState
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["AdmissionScope", "Withdrawn"]
+__all__ = ["AdmissionScope", "SentTimes", "Withdrawn"]
 
 
 class Withdrawn(EndpointLost):
@@ -31,13 +32,45 @@ class Withdrawn(EndpointLost):
         self.fault = fault
 
 
+KEPT_SECONDS = 10.0  # The router uses a load report for two seconds.
+
+
+class SentTimes:
+    """The times at which recent requests were sent, in seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._before = 0  # Number of requests that were sent before the first time in the deque.
+
+    def note(self, now: float) -> None:
+        """Note that a request is being sent.
+
+        Args:
+            now: Current time.
+        """
+        self._times.append(now)
+        if len(self._times) > 64 and self._times[len(self._times) // 2] < now - KEPT_SECONDS:
+            half = len(self._times) // 2
+            self._before += half
+            del self._times[:half]
+
+    def count_at(self, moment: float) -> int:
+        """Return the number of requests that were sent before a given time.
+
+        Args:
+            moment: A recent time. If it is earlier than all stored times, the count is unknown, and 0 is returned.
+        """
+        if self._before and self._times and moment < self._times[0]:
+            return 0
+        return self._before + bisect.bisect_right(self._times, moment)
+
+
 class Dispatching(Protocol):
     """The methods of `Dispatch` that a scope calls. `Dispatch` documents them."""
 
     on_wait_over: Callable[[float], object]
     on_paired: Callable[[float], object]
-
-    def note_sent(self) -> None: ...
+    sent_times: SentTimes
 
     def retime(self) -> None: ...
 
@@ -200,7 +233,7 @@ class AdmissionScope:
     def sent(self) -> None:
         """Note that the request is being sent to its endpoint. For callers that do not use `attempt`."""
         self._core.sent(self.ticket)
-        self._dispatch.note_sent()
+        self._dispatch.sent_times.note(trio.current_time())
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

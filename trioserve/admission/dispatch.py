@@ -12,7 +12,6 @@ returns the prefill lease to the router.
 
 from __future__ import annotations
 
-import bisect
 import math
 import random
 from collections import Counter, OrderedDict
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 
 import trio
 
-from trioserve.admission.admission_scope import AdmissionScope
+from trioserve.admission.admission_scope import AdmissionScope, SentTimes
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
 from trioserve.contracts.errors import Draining, RequestAborted
 from trioserve.contracts.events import AbortOutcome
@@ -33,12 +32,11 @@ from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketFollower, TicketState
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["Dispatch", "EndedIds", "SentTimes"]
+__all__ = ["Dispatch", "EndedIds"]
 
 RETRY_SECONDS = 5.0
 POSITION_SECONDS = 1.0
 ENDED_IDS_MAX = 10_000
-KEPT_SECONDS = 10.0  # The router uses a load report for two seconds.
 
 
 @uninterrupted
@@ -59,6 +57,7 @@ class Dispatch:
         on_wait_over: Called when a request gets its lease or is refused in the queue, with the seconds that it has
             waited.
         on_paired: Called at the first token of a disaggregated request, with the seconds since the end of its prompt.
+        sent_times: Times at which requests were sent to endpoints.
         load_reports_total: Number of load reports by kind: "asked" (the router requested the report) or "pushed" (the
             endpoint sent the report by itself).
     """
@@ -79,7 +78,7 @@ class Dispatch:
         self.on_paired: Callable[[float], object] = lambda seconds: None
         self._admissions: dict[int, AdmissionScope] = {}
         self._ended_ids = EndedIds()
-        self._sent_times = SentTimes()
+        self.sent_times = SentTimes()
         self._positions: dict[int, int] = {}
         self._positions_at = -math.inf
         self.load_reports_total = {"asked": 0, "pushed": 0}
@@ -240,18 +239,6 @@ class Dispatch:
                     counts[waiting.model] += 1
                     self._positions[waiting.index] = counts[waiting.model]
         return self._positions[admission.index]
-
-    def note_sent(self) -> None:
-        """Note that a request is being sent to its endpoint."""
-        self._sent_times.note(trio.current_time())
-
-    def sent_total_at(self, moment: float) -> int:
-        """Return the number of requests that were sent to endpoints before an earlier time.
-
-        Args:
-            moment: Time on Trio's clock.
-        """
-        return self._sent_times.count_at(moment)
 
     def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int, is_pushed: bool = False) -> None:
         """Note the load that an endpoint reported.
@@ -546,33 +533,3 @@ class EndedIds:
         """
         owners = self._owners.get(id, set())
         return bool(owners) if owner is None else owner in owners
-
-
-class SentTimes:
-    """The times at which recent requests were sent, in seconds of one monotonic clock."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []
-        self._before = 0  # Number of requests that were sent before the first time in the deque.
-
-    def note(self, now: float) -> None:
-        """Note that a request is being sent.
-
-        Args:
-            now: Current time.
-        """
-        self._times.append(now)
-        if len(self._times) > 64 and self._times[len(self._times) // 2] < now - KEPT_SECONDS:
-            half = len(self._times) // 2
-            self._before += half
-            del self._times[:half]
-
-    def count_at(self, moment: float) -> int:
-        """Return the number of requests that were sent before a given time.
-
-        Args:
-            moment: A recent time. If it is earlier than all stored times, the count is unknown, and 0 is returned.
-        """
-        if self._before and self._times and moment < self._times[0]:
-            return 0
-        return self._before + bisect.bisect_right(self._times, moment)

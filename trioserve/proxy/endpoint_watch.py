@@ -248,7 +248,7 @@ class _Watch:
 
     async def listen_to_load(self) -> None:
         async def take(load: EndpointLoad, asked_at: float) -> None:
-            await self._take_load(load, self._dispatch.sent_total_at(asked_at), asked_at, is_pushed=True)
+            await self._take_load(load, self._dispatch.sent_times.count_at(asked_at), asked_at, is_pushed=True)
 
         await self._pushed.listen(self._remote, self._own_headers, take)
 

@@ -113,6 +113,7 @@ class Continuations:
         fleet: all endpoints. This class does not modify them.
 
     Attributes:
+        budget: retries that requests may still use. Each new request adds to it.
         total: streams that got a lease to resume with.
         refused_total: streams that were not allowed to resume, by reason.
         budget: retries before the first token.

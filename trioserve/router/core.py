@@ -169,10 +169,12 @@ class RouterCore:
         ticket.stage = Stage.PREFILL if ticket.is_disaggregated else None
         model = self._queues.of_model(request.model)
         queue = model.queues[ticket.stage]
-        must_wait = bool(queue.count) and request.pinned is None and request.running_at is None
-        if request.pinned is None and not must_wait and model.has_waiting:
-            self._leases.hand_over(now)  # Requests in other queues may have waited longer for the free slots.
-        if must_wait or not self._leases.grant(ticket, now):
+        must_wait = False
+        if request.pinned is None and model.has_waiting:
+            must_wait = bool(queue.count) and request.running_at is None
+            if not must_wait:
+                self._leases.hand_over(now)  # Requests in other queues may have waited longer for the free slots.
+        if must_wait or not self._leases.grant(ticket, queue, now):
             if request.pinned is not None:
                 pinned = self.endpoints[request.pinned]
                 is_full = refusals.pinned_is_full(request, queue, now)
@@ -785,13 +787,7 @@ class RouterCore:
             raise self._refusals.counted(refusals.draining())
         if not 1 <= request.sequences <= self.settings.sequences_max:
             raise refusals.too_many_sequences(request, self.settings.sequences_max)
-        if request.pinned is None:
-            usable_count = self._fleet.of_model(request.model).unejected_count
-            is_any_usable = usable_count > 0 or self._fleet.is_awaited(request.model)
-        else:
-            pinned = self._fleet.serves(request.pinned, request.model)
-            is_any_usable = pinned is not None and pinned.health is not EndpointHealth.EJECTED
-        if not is_any_usable:
+        if not self._fleet.may_serve(request):
             raise self._refusals.counted(self._no_endpoint(request, now))
 
     def _pushed_out(self, queue: Queue, ticket: Ticket) -> Ticket | None:

@@ -10,12 +10,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, KeysView
 
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Stage
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest, Stage
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.candidates import Rng
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState, OwnPart
-from trioserve.router.model_endpoints import Filing, Kind, ModelEndpoints, Search, counts_of, kinds_for, kinds_of
+from trioserve.router.model_endpoints import (
+    KINDS_OF_STAGE,
+    UNEJECTED,
+    Filing,
+    Kind,
+    ModelEndpoints,
+    Search,
+    counts_of,
+    kinds_of,
+)
 from trioserve.router.policies import Policy
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Moments, Ticket
@@ -140,6 +149,18 @@ class Endpoints:
         """
         return model in self._hosted and not self.of_model(model).serving_count
 
+    def may_serve(self, request: RoutedRequest) -> bool:
+        """Return whether an endpoint that is not ejected serves the request, or the server loads its model on demand.
+
+        Args:
+            request: the request. If it is pinned, only its endpoint counts.
+        """
+        if request.pinned is not None:
+            pinned = self.serves(request.pinned, request.model)
+            return pinned is not None and pinned.health is not EndpointHealth.EJECTED
+        model = self._models.get(request.model, NO_ENDPOINTS)
+        return model.totals[UNEJECTED] > 0 or self.is_awaited(request.model)
+
     @property
     def is_any_nameless(self) -> bool:
         """True if an endpoint has not reported its models yet."""
@@ -223,11 +244,11 @@ class Endpoints:
             ticket: the request.
         """
         model = ticket.request.model
-        count = self.of_model(model).count_of(kinds_for(ticket.stage)[0])
+        count = self.of_model(model).count_of(KINDS_OF_STAGE[ticket.stage][0])
         beside = {*ticket.tried, ticket.prefilled_by} if ticket.stage is Stage.DECODE else set(ticket.tried)
         for id in beside:
             state = self.serves(id, model)
-            count -= state is not None and kinds_for(ticket.stage)[0] in kinds_of(state)
+            count -= state is not None and KINDS_OF_STAGE[ticket.stage][0] in kinds_of(state)
         return count > 0
 
     def has_choice(self, model: str, stage: Stage | None) -> bool:
@@ -238,7 +259,7 @@ class Endpoints:
             stage: stage of the request. None: the whole request.
         """
         filed = self.of_model(model)
-        return (filed.given_count if stage is None else filed.count_of(kinds_for(stage)[0])) > 1
+        return (filed.given_count if stage is None else filed.count_of(KINDS_OF_STAGE[stage][0])) > 1
 
     # --- methods for reports ---
 
@@ -323,7 +344,8 @@ class Endpoints:
                 ticket.is_probe = state.take(request.sequences)
                 ticket.endpoint = state.id
                 ticket.is_suspect = bool(ticket.broken)
-                state.note_suspect(ticket.is_suspect)
+                if ticket.is_suspect:
+                    state.note_suspect(1)
                 self._policy.note_sent(request, state.id)
                 return True
         return False
@@ -345,7 +367,9 @@ class Endpoints:
         def fits(state: EndpointState) -> bool:
             if fingerprint is not None and state.fingerprint != fingerprint:
                 return False
-            return may_try(state, ticket) and (stage is not Stage.DECODE or state.id != ticket.prefilled_by)
+            if ticket.tried and not may_try(state, ticket):
+                return False
+            return stage is not Stage.DECODE or state.id != ticket.prefilled_by
 
         named: tuple[EndpointId | None, ...] = ()
         if request.pinned is not None:
@@ -358,8 +382,8 @@ class Endpoints:
                 return state
         if request.pinned is not None:
             return None
-        model = self.of_model(request.model)
-        for kind in kinds_for(stage):
+        model = self._models.get(request.model, NO_ENDPOINTS)
+        for kind in KINDS_OF_STAGE[stage]:
             if not model.open[kind]:
                 continue
             if len(model.by_number) == 1:

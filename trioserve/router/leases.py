@@ -277,18 +277,21 @@ class Leases:
         self._on_change = on_change
         self._on_move = on_move
 
-    def grant(self, ticket: Ticket, now: float) -> bool:
+    def grant(self, ticket: Ticket, queue: Queue, now: float) -> bool:
         """Grant a lease to a ticket if an endpoint has a free slot.
 
         Args:
             ticket: the request. It must not be in any queue.
+            queue: the queue of the ticket's model and stage.
             now: time in seconds.
 
         Returns:
             True if the lease was granted.
         """
+        if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
+            return False
         before = ticket.endpoint
-        if not self._give(ticket, now):
+        if not self._fleet.give(ticket, now):
             return False
         if ticket.has_token:
             self._continuations.note(ticket, now)
@@ -296,7 +299,7 @@ class Leases:
         ticket.leased_at = now
         ticket.move(TicketState.LEASED)
         self.follower.leased(ticket)
-        self._queues.of(ticket).drain_rate.note_begin(now)
+        queue.drain_rate.note_begin(now)
         self.granted_total += 1
         return True
 
@@ -366,21 +369,13 @@ class Leases:
         True if the lease was granted.
         """
         in_hand = ticket.exchange(Lease(at=now))
-        accepts_requests = self._give(ticket, now)
+        accepts_requests = self._fleet.give(ticket, now)  # A stream that moves has no stage.
         lease = ticket.exchange(in_hand)
         if accepts_requests:
             ticket.next_lease = lease
             self._moving.note_leased(ticket)
             self.granted_total += 1
         return accepts_requests
-
-    def _give(self, ticket: Ticket, now: float) -> bool:
-        """Grant a lease at an endpoint that has a free slot. Return False if no endpoint has a free slot. The caller
-        changes the ticket's state.
-        """
-        if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
-            return False
-        return self._fleet.give(ticket, now)
 
     def _serve_one(self, model: ModelQueues, now: float) -> bool:
         """Grant a lease to the first request that can get a lease. Return False if no request can get a lease.
@@ -396,7 +391,7 @@ class Leases:
                 model.note_stream(are_newcomers_waiting=bool(newcomers))
                 self._on_move(ticket)
                 return True
-            if self.grant(ticket, now):
+            if self.grant(ticket, self._queues.of(ticket), now):
                 if queue is None:
                     model.continued.remove(ticket)
                     model.note_stream(are_newcomers_waiting=bool(newcomers))

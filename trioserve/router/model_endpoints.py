@@ -17,7 +17,7 @@ from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.router.candidates import Candidate, Candidates, Ring, Rng
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState
 
-__all__ = ["Filing", "Kind", "ModelEndpoints", "Search", "kinds_for"]
+__all__ = ["Filing", "Kind", "ModelEndpoints", "Search", "KINDS_OF_STAGE"]
 
 LOAD_UNIT = 1 << 20  # Loads are summed as integers in this unit, so that subtracting a load leaves no rounding error.
 
@@ -39,15 +39,12 @@ _KINDS: dict[str | None, tuple[Kind, ...]] = {
 }
 
 
-def kinds_for(stage: Stage | None) -> tuple[Kind, ...]:
-    """Return the kinds of work that a stage may be, in the order in which they are tried.
-
-    Args:
-        stage: stage of a request. None: the whole request.
-    """
-    if stage is None:
-        return (Kind.BESIDE, Kind.PROMPTS)
-    return (Kind.PREFILL,) if stage is Stage.PREFILL else (Kind.DECODE,)
+KINDS_OF_STAGE: dict[Stage | None, tuple[Kind, ...]] = {
+    None: (Kind.BESIDE, Kind.PROMPTS),
+    Stage.PREFILL: (Kind.PREFILL,),
+    Stage.DECODE: (Kind.DECODE,),
+}
+"""The kinds of work that a stage may be, in the order in which they are tried. None: the whole request."""
 
 
 class Filing:
@@ -97,6 +94,7 @@ class ModelEndpoints:
         by_number: endpoints that serve the model and are not draining, by order of addition.
         ring: hash ring with the ids of these endpoints.
         open: sorted numbers of the endpoints that may have a free slot, for each kind of work.
+        totals: sums of the endpoints' counts, by the index of each count.
     """
 
     def __init__(self) -> None:
@@ -104,49 +102,49 @@ class ModelEndpoints:
         self.ring = Ring()
         self.open: dict[Kind, list[int]] = {kind: [] for kind in Kind}
         self._kind_counts = dict.fromkeys(Kind, 0)
-        self._totals = list(NOTHING)
+        self.totals = list(NOTHING)
         self._back_at: float | None = None  # The cached value of first_back_at. None if it has to be computed again.
 
     # --- methods for the totals ---
 
     @property
     def serving_count(self) -> int:
-        return self._totals[SERVING]
+        return self.totals[SERVING]
 
     @property
     def unejected_count(self) -> int:
-        return self._totals[UNEJECTED]
+        return self.totals[UNEJECTED]
 
     @property
     def given_count(self) -> int:
-        return self._totals[GIVEN]
+        return self.totals[GIVEN]
 
     @property
     def in_flight(self) -> int:
-        return self._totals[IN_FLIGHT]
+        return self.totals[IN_FLIGHT]
 
     @property
     def free_count(self) -> int:
         """Number of free slots at endpoints that get requests."""
-        return self._totals[FREE]
+        return self.totals[FREE]
 
     @property
     def average_load(self) -> float:
-        return self._totals[LOAD] / LOAD_UNIT / max(1, self._totals[GIVEN])
+        return self.totals[LOAD] / LOAD_UNIT / max(1, self.totals[GIVEN])
 
     @property
     def others_share(self) -> float:
         """Fraction of the reported work at these endpoints that other routers cause, from 0 to 1."""
-        others = self._totals[OTHERS]
-        return others / (others + self._totals[IN_FLIGHT]) if others else 0.0
+        others = self.totals[OTHERS]
+        return others / (others + self.totals[IN_FLIGHT]) if others else 0.0
 
     @property
     def own_share(self) -> float:
         """Fraction of the work at these endpoints that this router causes, from 0 to 1. One further request of this
         router is included.
         """
-        own = self._totals[IN_FLIGHT] + 1
-        return own / (own + self._totals[OTHERS])
+        own = self.totals[IN_FLIGHT] + 1
+        return own / (own + self.totals[OTHERS])
 
     def count_of(self, kind: Kind) -> int:
         """Return the number of endpoints that get work of a kind.
@@ -159,7 +157,7 @@ class ModelEndpoints:
     @property
     def both_count(self) -> int:
         """Number of endpoints that do prefill and decode."""
-        return self._totals[BOTH]
+        return self.totals[BOTH]
 
     def first_back_at(self, now: float) -> float | None:
         """Return the time at which the first of the current ejections ends. Cached until an ejection begins or ends.
@@ -184,7 +182,7 @@ class ModelEndpoints:
             before: its old counts.
             after: its new counts.
         """
-        totals = self._totals
+        totals = self.totals
         if before[UNEJECTED] != after[UNEJECTED]:
             self._back_at = None
         for index, (old, new) in enumerate(zip(before, after, strict=True)):
