@@ -214,9 +214,9 @@ async def test_cancelled_caller_frees_its_slot_and_its_text(gate):
 
 
 STAGES: dict[str, Any] = {
-    "short texts": lambda threads, key, job: threads.of_tenant(key).run(job, size=2000),
-    "long texts": lambda threads, key, job: threads.of_tenant(key).run(job, size=SHORT_CHARACTERS_MAX + 1),
-    "longest texts": lambda threads, key, job: threads.of_tenant(key).run(job, size=LONG_CHARACTERS_MAX + 1),
+    "short texts": lambda threads, key, job: threads.run(job, size=2000, tenant=key),
+    "long texts": lambda threads, key, job: threads.run(job, size=SHORT_CHARACTERS_MAX + 1, tenant=key),
+    "longest texts": lambda threads, key, job: threads.run(job, size=LONG_CHARACTERS_MAX + 1, tenant=key),
     "schemas and grammars": lambda threads, key, job: threads.run_compile(job, tenant=key),
 }
 

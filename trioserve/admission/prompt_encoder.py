@@ -41,6 +41,7 @@ IMAGE_CHARACTERS = 2000  # The work of an image, in characters, in addition to t
 IMAGE_BYTES_PER_CHARACTER = 200  # Number of image bytes that are decoded in a microsecond.
 NO_AUDIO = "this model accepts only text, and the prompt is sound: send text"
 NO_IMAGES = "is an image, and this model accepts only text: send text"
+UTF8_BYTES_MAX = 4  # The most bytes of one character.
 INPUT_CHARACTERS = 30  # The smallest work of one input in a list of inputs.
 # The work of one piece of many inputs. If the caller is cancelled, the piece still occupies the thread.
 PIECE_CHARACTERS = 32_768
@@ -98,18 +99,19 @@ class PromptEncoder:
         self._media = media
         self._tokenizer = tokenizer
         self._texts = texts
+        self._tenant: str | None = None
         self._vocab_size = vocab_size
         self._context_tokens_max = context_tokens_max
         self._tool_family = tool_family or COMMON_TOOL_FAMILY
 
-    def within(self, texts: TextRunner) -> PromptEncoder:
-        """Return a copy of this encoder that uses another TextRunner for long texts.
+    def of_tenant(self, tenant: str | None) -> PromptEncoder:
+        """Return a copy of this encoder whose long texts count as texts of one tenant.
 
         Args:
-            texts: Runs the work of long texts.
+            tenant: See TextRunner.
         """
         encoder = copy(self)
-        encoder._texts = texts
+        encoder._tenant = tenant
         return encoder
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None) -> list[int]:
@@ -153,6 +155,9 @@ class PromptEncoder:
                 marked = msgspec.structs.replace(prompt, messages=messages)
                 size = _chat_size(marked) + sum(map(_image_size, sources))
                 return await self.run(lambda: self._encode_with_images(marked, sources, reader), size=size)
+            if cut is None:
+                encode = functools.partial(self._encode_chat, prompt)
+                return EncodedPrompt(await self.run(encode, size=_chat_size(prompt)))
         return EncodedPrompt(await self._encode_texts(prompt, add_special_tokens=add_special_tokens, cut=cut))
 
     def _encode_audio(self, prompt: AudioPrompt) -> EncodedPrompt:
@@ -184,8 +189,7 @@ class PromptEncoder:
                 [prompt], name_of=lambda _: "prompt", add_special_tokens=add_special_tokens, cut=cut
             )
             return encoded.token_ids
-        if isinstance(prompt, ChatPrompt):
-            return await self.run(lambda: self._encode_chat(prompt), size=_chat_size(prompt))
+        assert not isinstance(prompt, ChatPrompt), "encoded by encode_prompt"
         if isinstance(prompt, str):
             return await self.run(
                 lambda: self._encode_text(prompt, add_special_tokens=add_special_tokens, param="prompt"),
@@ -259,7 +263,9 @@ class PromptEncoder:
             function: The function. It must not use state of the event loop.
             size: Estimated work of the function, see TextRunner.
         """
-        return function() if size <= INLINE_CHARACTERS_MAX else await self._texts.run(function, size=size)
+        if size <= INLINE_CHARACTERS_MAX:
+            return function()
+        return await self._texts.run(function, size=size, tenant=self._tenant)
 
     def _encode_input(self, one: PoolingInput, name: str, add_special_tokens: bool, cut: Cut | None) -> EncodedInput:
         try:
@@ -330,6 +336,8 @@ class PromptEncoder:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_length(self, text: str, *, param: str) -> None:
+        if len(text) * UTF8_BYTES_MAX <= self._context_tokens_max:
+            return  # A token has at least one byte, so most texts fit without counting.
         token_count_min = self._tokenizer.token_count_min(text)
         if token_count_min > self._context_tokens_max:
             raise ContextTooLong(

@@ -54,12 +54,13 @@ T = TypeVar("T")
 class TextRunner(Protocol):
     """Runs functions on texts outside of the event loop."""
 
-    async def run(self, function: Callable[[], T], *, size: int) -> T:
+    async def run(self, function: Callable[[], T], *, size: int, tenant: str | None = None) -> T:
         """Call a function in a thread. If the caller is cancelled, it returns at once, and the result is discarded.
 
         Args:
             function: The function. It must not use state of the event loop.
             size: Estimated work in microseconds. For a text, its number of characters.
+            tenant: Tenant of the text. Tenants take turns. None if clients are not distinguished.
         """
 
 
@@ -103,21 +104,13 @@ class TextThreads:
     ) -> None:
         await self._scopes.__aexit__(kind, error, traceback)
 
-    def of_tenant(self, tenant: str | None) -> TextRunner:
-        """Return a runner for the texts of one tenant.
-
-        Args:
-            tenant: The tenant. None if clients are not distinguished.
-        """
-        return _TenantTexts(self, tenant)
-
     async def run(self, function: Callable[[], T], *, size: int, tenant: str | None = None) -> T:
         """Call a function in the thread for texts of its size.
 
         Args:
             function: See TextRunner.
             size: See TextRunner.
-            tenant: Owner of the text.
+            tenant: See TextRunner.
 
         Raises:
             Overloaded: too many texts of this tenant wait for that thread.
@@ -186,21 +179,8 @@ def _without_panic(function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
 
 
-class _TenantTexts:
-    """Runs jobs on the texts of one tenant. Implements TextRunner."""
-
-    __slots__ = ("_tenant", "_threads")
-
-    def __init__(self, threads: TextThreads, tenant: str | None) -> None:
-        self._threads = threads
-        self._tenant = tenant
-
-    async def run(self, function: Callable[[], T], *, size: int) -> T:
-        return await self._threads.run(function, size=size, tenant=self._tenant)
-
-
 class _AsideJob:
-    """Runs texts aside. All its calls together count as one job. Implements TextRunner."""
+    """Runs texts aside. All its calls together count as one job of its owner. Implements TextRunner."""
 
     def __init__(self, threads: TextThreads, owner: str | None) -> None:
         self._threads = threads
@@ -208,7 +188,7 @@ class _AsideJob:
         self._characters = 0
         self._is_counted = False
 
-    async def run(self, function: Callable[[], T], *, size: int) -> T:
+    async def run(self, function: Callable[[], T], *, size: int, tenant: str | None = None) -> T:
         if not self._is_counted:
             self._enter(size)
         return await self._threads._run_aside(function, self._owner)

@@ -409,7 +409,6 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         if resume is not None and not isinstance(resume, Resume):
             refuse("resume", resume, "a Resume, or None")
         check_flags(add_special_tokens=add_special_tokens, resumable=resumable, keep_logprobs=keep_logprobs)
-        check_texts(cache_salt=cache_salt, adapter=adapter)
         new_request = session.new_request if isinstance(session, LiveSession) else None
         request: OpenRequest = (new_request or OpenRequest)(
             prompt,
@@ -421,6 +420,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
                 owner=owner,
                 tenant=tenant,
                 part_of=part_of,
+                texts={"cache_salt": cache_salt, "adapter": adapter},
             ),
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
@@ -497,7 +497,6 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         """
         checked = checked_inputs(inputs)
         check_flags(add_special_tokens=add_special_tokens)
-        check_texts(cache_salt=cache_salt, adapter=adapter)
         request = PoolingRequest(
             checked,
             instance_of(PoolingParams, "pooling", pooling, PoolingParams()),
@@ -511,6 +510,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
                 owner=owner,
                 tenant=tenant,
                 part_of=part_of,
+                texts={"cache_salt": cache_salt, "adapter": adapter},
             ),
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,

@@ -208,13 +208,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             tenant=self.tenant,
             priority=self.priority,
             sequences=max(1, self.sequence_count),
-            known_tokens=self.known_token_count,
+            known_tokens=0 if self.resume is None else sum(map(len, self.resume.token_ids)),
         )
-
-    @property
-    def known_token_count(self) -> int:
-        """Number of tokens that the request computes besides its prompt and its new output."""
-        return 0 if self.resume is None else sum(map(len, self.resume.token_ids))
 
     @property
     def prompts(self) -> tuple[PoolingInput, ...]:

@@ -247,7 +247,7 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
     return pooled
 
 
-def pooling_sequences(model: ModelDescription, request: PoolingRequest) -> list[EngineRequest]:
+def pooling_sequences(model: ModelDescription, request: PoolingRequest) -> list[tuple[Choice, EngineRequest]]:
     """Create one sequence per choice of a pooled request.
 
     Args:
@@ -255,7 +255,7 @@ def pooling_sequences(model: ModelDescription, request: PoolingRequest) -> list[
         request: a request whose inputs are tokenized.
 
     Returns:
-        The sequences, in the order of the choices.
+        The choices in order, each with its sequence.
 
     Raises:
         InvalidRequest: an input is empty, or has a label that the model does not know. The first such input is named.
@@ -274,8 +274,18 @@ def pooling_sequences(model: ModelDescription, request: PoolingRequest) -> list[
             raise InvalidRequest(f"{name}: a label is a token that {model.name} does not know", param=name)
     encoded, request.encoded = request.encoded, []
     normalize = pooled.normalize if params.normalize is None else params.normalize
-    return [
-        EngineRequest(
+    sequences = []
+    for choice, one in zip(request.choices, encoded, strict=True):
+        pooling = Pooling(
+            task=params.task,
+            method=method,
+            normalize=normalize,
+            dimensions=params.dimensions,
+            is_whole=is_whole,
+            first_segment_tokens=one.first_segment_tokens,
+            label_token_ids=one.label_token_ids,
+        )
+        sequence = EngineRequest(
             id=choice.sequence_id,
             prompt_token_ids=tuple(one.token_ids),
             sampling=request.sampling,
@@ -285,18 +295,10 @@ def pooling_sequences(model: ModelDescription, request: PoolingRequest) -> list[
             priority=request.priority,
             cache_salt=request.block_salt,
             adapter=request.adapter_ref,
-            pooling=Pooling(
-                task=params.task,
-                method=method,
-                normalize=normalize,
-                dimensions=params.dimensions,
-                is_whole=is_whole,
-                first_segment_tokens=one.first_segment_tokens,
-                label_token_ids=one.label_token_ids,
-            ),
+            pooling=pooling,
         )
-        for choice, one in zip(request.choices, encoded, strict=True)
-    ]
+        sequences.append((choice, sequence))
+    return sequences
 
 
 def _check_length(name: str, count: int, tokens_max: int, context_tokens_max: int) -> None:

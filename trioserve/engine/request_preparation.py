@@ -58,13 +58,16 @@ class RequestPreparation:
         Raises:
             InvalidRequest: this model or engine does not support an option.
         """
-        self._check_vocabulary(request.sampling)
+        sampling = request.sampling
+        if sampling.logit_bias or sampling.stop_token_ids or sampling.allowed_token_ids:
+            self._check_vocabulary(sampling)
         self._check_media(request)
-        self._check_kv_transfer(request)
+        if request.kv_transfer is not None:
+            self._check_kv_transfer(request, request.kv_transfer)
         if request.resume is not None:
             checked_resume(
                 request.resume,
-                request.sampling,
+                sampling,
                 vocab_size=self._model.vocab_size,
                 context_tokens_max=self._model.context_tokens_max,
             )
@@ -75,7 +78,13 @@ class RequestPreparation:
         Args:
             request: the request.
         """
-        return [self._new_choice(request, index) for index in range(request.choice_count)]
+        choices = []
+        for index in range(request.choice_count):
+            # The sequence number makes the id unique, even if callers use the same request id twice.
+            sequence_id = RequestId(f"{next(self._sequence_numbers)}/{request.id}/{index}")
+            output = ChoiceOutput(self._tokenizer, request.sampling, index=index, cache_salt=request.cache_salt)
+            choices.append(Choice(request, index, sequence_id, output, is_mute=request.sampling.max_tokens == 0))
+        return choices
 
     def resumed_output(self, request: OpenRequest, resume: Resume) -> ResumedOutput:
         """Return the known output of a resumed request, ready for its replay.
@@ -108,14 +117,14 @@ class RequestPreparation:
             guides=request.guides,
         )
 
-    def sequences(self, request: OpenRequest) -> list[EngineRequest]:
+    def sequences(self, request: OpenRequest) -> list[tuple[Choice, EngineRequest]]:
         """Create one sequence per unfinished choice.
 
         Args:
             request: a request whose prompt is tokenized.
 
         Returns:
-            The sequences, in the order of the choices.
+            The choices in order, each with its sequence.
 
         Raises:
             ContextTooLong: the prompt leaves no space for output.
@@ -130,8 +139,9 @@ class RequestPreparation:
                     choice.guide = request.guides.new_guide(stop_token_ids, request.prompt_token_ids)
                 if request.is_reasoning_ended_early:
                     choice.guide.end_reasoning()
-        return [
-            EngineRequest(
+        sequences = []
+        for choice in choices:
+            sequence = EngineRequest(
                 id=choice.sequence_id,
                 prompt_token_ids=request.prompt_token_ids,
                 sampling=sampling,
@@ -148,8 +158,8 @@ class RequestPreparation:
                 given=request.given,
                 session=None if request.session is None else request.session.id,
             )
-            for choice in choices
-        ]
+            sequences.append((choice, sequence))
+        return sequences
 
     def check_room(self, request: OpenRequest) -> None:
         """Check the length of a prompt before the expensive preparation.
@@ -234,9 +244,8 @@ class RequestPreparation:
                         f"{param} names token id {token_id}, this model's are 0 to {vocab_size - 1}", param=param
                     )
 
-    def _check_kv_transfer(self, request: OpenRequest) -> None:
-        asked = request.kv_transfer
-        if asked is None or not (asked.do_remote_decode or asked.do_remote_prefill):
+    def _check_kv_transfer(self, request: OpenRequest, asked: KVTransferParams) -> None:
+        if not (asked.do_remote_decode or asked.do_remote_prefill):
             request.kv_transfer = None
         elif self._role is None:
             raise InvalidRequest(
@@ -250,12 +259,6 @@ class RequestPreparation:
                 "engine",
                 param="n",
             )
-
-    def _new_choice(self, request: OpenRequest, index: int) -> Choice:
-        # The sequence number makes the id unique, even if callers use the same request id twice.
-        sequence_id = RequestId(f"{next(self._sequence_numbers)}/{request.id}/{index}")
-        output = ChoiceOutput(self._tokenizer, request.sampling, index=index, cache_salt=request.cache_salt)
-        return Choice(request, index, sequence_id, output, is_mute=request.sampling.max_tokens == 0)
 
 
 def instance_of(kind: type[T], param: str, value: object, default: T) -> T:
@@ -301,9 +304,12 @@ def checked_prompt(prompt: object) -> Prompt:
 
 
 def _check_chat(prompt: ChatPrompt) -> None:
-    _check_dicts("messages", prompt.messages)
-    if prompt.tools is not None:
-        _check_dicts("tools", prompt.tools)
+    for param, dicts in (("messages", prompt.messages), ("tools", [] if prompt.tools is None else prompt.tools)):
+        if not isinstance(dicts, list | tuple):
+            refuse(param, dicts, "a list of dicts")
+        for item in dicts:
+            if not isinstance(item, dict):
+                refuse(param, item, "a list of dicts", verb="holds")
     check_flags(
         add_generation_prompt=prompt.add_generation_prompt, continue_final_message=prompt.continue_final_message
     )
@@ -312,14 +318,6 @@ def _check_chat(prompt: ChatPrompt) -> None:
         refuse("template_arguments", prompt.template_arguments, "a dict of names (str) and values")
     for name in prompt.template_arguments:
         to_str("template_arguments", name, "a dict of names (str) and values", verb="holds")
-
-
-def _check_dicts(param: str, value: object) -> None:
-    if not isinstance(value, list | tuple):
-        refuse(param, value, "a list of dicts")
-    for item in value:
-        if not isinstance(item, dict):
-            refuse(param, item, "a list of dicts", verb="holds")
 
 
 def checked_kv_transfer(asked: object) -> KVTransferParams:

@@ -338,12 +338,12 @@ class SessionTable:
 
     # --- turns ---
 
-    def begin_turn(self, request: AnyScope, asked: LiveSession | SessionName | None) -> LiveSession | None:
+    def begin_turn(self, request: AnyScope, asked: LiveSession | SessionName) -> LiveSession | None:
         """Note that a request has entered as a turn of a session.
 
         Args:
             request: the request.
-            asked: the session. A `SessionName` opens the session if necessary. None: the request has no session.
+            asked: the session. A `SessionName` opens the session if necessary.
 
         Returns:
             The session, or None.

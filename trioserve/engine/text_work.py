@@ -228,37 +228,36 @@ class TextWork:
         if isinstance(request, PoolingRequest):
             check_can_be_pooled(self.model, request.params, request.inputs)
         else:
-            check_can_generate(self.model)
+            if self.model.pooled is not None:
+                check_can_generate(self.model)
             self._preparation.check(request)
 
     def begin(self, request: OpenRequest, *, is_waiting: bool) -> list[Choice]:
-        request.trace = self._trace(request)
-        request.session = request.turn_of = self.sessions.begin_turn(request, request.asked_session)
+        if self._engine.tracer is not NO_TRACER:
+            request.trace = self._trace(request)
+        if request.asked_session is not None:
+            request.session = request.turn_of = self.sessions.begin_turn(request, request.asked_session)
         if request.adapter is not None:
             request.adapter_lease = self.adapters.acquire(request.adapter)
             request.adapter_digest = request.adapter_lease.ref.digest
         return self._preparation.new_choices(request)
 
     async def prepare(self, request: OpenRequest) -> None:
-        try:
-            await self._prepare_in_turn(request)
+        try:  # In each stage of this expensive preparation, tenants take turns.
+            request.guides = await self.guides.prepare(request.sampling, request.cache_salt, tenant=request.tenant)
+            prompts = self.prompts.of_tenant(request.tenant)
+            await request.tokenize(prompts)
+            if request.resume is not None:
+                await self._take_known(request, request.resume, prompts)
+            if self.encoding is not None and (request.images or request.audio is not None):
+                self._preparation.check_room(request)
+                await self._engine.wait_until_admitted()
+                await self.encoding.prepare(request)
         except Overloaded as refusal:
             self.metrics.requests_rejected_total.labels(refusal.reason).inc()
             raise
 
-    async def _prepare_in_turn(self, request: OpenRequest) -> None:
-        """Do the expensive preparation before the request is added to the core. In each stage, tenants take turns."""
-        request.guides = await self.guides.prepare(request.sampling, request.cache_salt, tenant=request.tenant)
-        prompts = self.prompts.within(self._text_threads.of_tenant(request.tenant))
-        await request.tokenize(prompts)
-        if request.resume is not None:
-            await self._take_known(request, request.resume, prompts)
-        if self.encoding is not None and (request.images or request.audio is not None):
-            self._preparation.check_room(request)
-            await self._engine.wait_until_admitted()
-            await self.encoding.prepare(request)
-
-    def sequences(self, request: OpenRequest) -> list[EngineRequest]:
+    def sequences(self, request: OpenRequest) -> list[tuple[Choice, EngineRequest]]:
         sequences = (
             pooling_sequences(self.model, request)
             if isinstance(request, PoolingRequest)
@@ -309,8 +308,6 @@ class TextWork:
 
     def _trace(self, request: OpenRequest) -> RequestTrace:
         """Begin the trace of a request that has entered the queue."""
-        if self._engine.tracer is NO_TRACER:
-            return NO_TRACE
         is_pooling = isinstance(request, PoolingRequest)
         operation = "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
         span = request_span(

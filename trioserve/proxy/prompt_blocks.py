@@ -19,7 +19,7 @@ from trioserve.contracts.prompt import Prompt
 from trioserve.contracts.weights import adapter_salt
 
 if TYPE_CHECKING:
-    from trioserve.admission.text_threads import TextRunner, TextThreads
+    from trioserve.admission.text_threads import TextThreads
     from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "PROMPT_TOKENS_MAX", "PromptBlocks", "block_names", "named_blocks"]
@@ -72,23 +72,22 @@ class PromptBlocks:
             Names in order, by block size. Empty if the prompt is invalid or naming takes longer than
             NAMING_SECONDS_MAX.
         """
-        texts = self._texts.of_tenant(tenant)
         with trio.move_on_after(NAMING_SECONDS_MAX):
             try:
-                token_ids = await self._token_ids(prompt, texts, add_special_tokens=add_special_tokens)
+                token_ids = await self._token_ids(prompt, tenant, add_special_tokens=add_special_tokens)
                 sizes = tuple(block_sizes)
                 if len(token_ids) <= INLINE_TOKENS_MAX:
                     return _named(token_ids, sizes, salt)
                 size = min(len(token_ids), NAMED_TOKENS_MAX)
-                return await texts.run(lambda: _named(token_ids, sizes, salt), size=size)
+                return await self._texts.run(lambda: _named(token_ids, sizes, salt), size=size, tenant=tenant)
             except (InvalidRequest, Overloaded):
                 pass
         return {}
 
-    async def _token_ids(self, prompt: Prompt, texts: TextRunner, *, add_special_tokens: bool) -> Sequence[int]:
+    async def _token_ids(self, prompt: Prompt, tenant: str | None, *, add_special_tokens: bool) -> Sequence[int]:
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
             return prompt  # The ids are not checked, because a token id that the model lacks matches no block.
-        return await self._encoder.within(texts).encode(prompt, add_special_tokens=add_special_tokens)
+        return await self._encoder.of_tenant(tenant).encode(prompt, add_special_tokens=add_special_tokens)
 
 
 def _named(token_ids: Sequence[int], block_sizes: Iterable[int], salt: str | None) -> dict[int, tuple[BlockHash, ...]]:

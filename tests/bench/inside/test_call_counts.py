@@ -19,8 +19,8 @@ def test_flow_has_equal_call_counts_in_every_run(flow):
 
 
 CEILINGS = {
-    "prompt in": (308, 285, 83),
-    "token out": (81, 88, 36),
+    "prompt in": (270, 255, 78),
+    "token out": (75, 82, 35),
     "disconnect": (36, 33, 16),
     "relayed event": (22, 17, 12),
 }

@@ -249,13 +249,13 @@ class ImageWork:
     async def prepare(self, request: OpenImage) -> None:
         pass  # `check` has prepared everything, and the model itself encodes the prompt.
 
-    def sequences(self, request: OpenImage) -> Sequence[IterativeRequest]:
+    def sequences(self, request: OpenImage) -> Sequence[tuple[ImageChoice, IterativeRequest]]:
         asked = []
         for choice in request.choices:
             if not choice.is_ended:
                 seed = request.seeds[choice.index]
                 choice.asked = request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
-                asked.append(choice.asked)
+                asked.append((choice, choice.asked))
         return asked
 
     def release(self, request: OpenImage) -> None:

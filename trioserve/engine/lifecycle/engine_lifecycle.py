@@ -451,13 +451,9 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     def _begin(self, request: ScopeT) -> None:
         """Add sequences of a request to the core, until the request has its allowed number of sequences in the core."""
         while request.upcoming and request.core_count < request.sequence_count:
-            self._begin_next(request)
-
-    def _begin_next(self, request: ScopeT) -> None:
-        """Add the next sequence of a request to the core."""
-        choice, sequence = request.upcoming.popleft()
-        self._core.add(sequence)
-        self._delivery.add(choice)
+            choice, sequence = request.upcoming.popleft()
+            self._core.add(sequence)
+            self._delivery.add(choice)
 
     async def keep_deadlines(self) -> None:
         """End requests whose deadlines have passed, and run the tasks of the engine's work. Runs until cancelled."""
@@ -818,8 +814,9 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self.requests.add(request)
         try:  # From this line on, an error must release resources.
             request.choices = self._work.begin(request, is_waiting=admission.is_waiting)
-            request.begin_next = lambda: self._begin_next(request)
-            self._set_alarms(request)
+            request.begin_next = lambda: self._begin(request)
+            if request.deadlines is not NO_DEADLINES:
+                self._set_alarms(request)
             self.preparing_count += count
             self.load_changes.note()
             try:
@@ -840,9 +837,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             if not self._is_open:
                 raise self.fault or self._admission.refused_draining()
             request.use_weights(self.weight_updates.version)
-            sequences = self._work.sequences(request)
-            choices = [choice for choice in request.choices if not choice.is_ended]
-            request.upcoming.extend(zip(choices, sequences, strict=True))
+            request.upcoming.extend(self._work.sequences(request))
             self._readmission.admit(request)
         except BaseException:
             self._leave(request)
@@ -989,8 +984,6 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             )
 
     def _set_alarms(self, request: ScopeT) -> None:
-        if request.deadlines is NO_DEADLINES:
-            return
         for deadline in Deadline:
             seconds = request.deadlines.seconds(deadline)
             if seconds is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypedDict
 
 from trioserve.admission.admission_scope import AdmissionScope
@@ -23,6 +23,7 @@ __all__ = ["RequestAdmission", "ScopeArguments", "new_request_id"]
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0
+NO_TEXTS: Mapping[str, str | None] = {}
 
 
 def new_request_id() -> str:
@@ -67,6 +68,7 @@ class RequestAdmission:
         owner: str | None,
         tenant: str | None,
         part_of: Span,
+        texts: Mapping[str, str | None] = NO_TEXTS,
     ) -> ScopeArguments:
         """Check the arguments of a caller, and apply the engine's defaults and limits.
 
@@ -77,12 +79,13 @@ class RequestAdmission:
             owner: user who may see and abort the request.
             tenant: the queue is fair between tenants. None: the owner.
             part_of: parent span of the request's trace.
+            texts: further arguments that must be texts or None, by name.
 
         Raises:
             InvalidRequest: an argument has a wrong type.
         """
         asked = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
-        check_texts(request_id=request_id, owner=owner, tenant=tenant)
+        check_texts(request_id=request_id, owner=owner, tenant=tenant, **texts)
         return ScopeArguments(
             request_id=request_id or self._new_request_id(),
             priority=to_int("priority", priority),

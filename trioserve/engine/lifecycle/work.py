@@ -167,8 +167,8 @@ class Work(Protocol[ScopeT, PartsT]):
         """
         ...
 
-    def sequences(self, request: ScopeT) -> Sequence[Any]:
-        """Return one sequence for each choice that has not ended.
+    def sequences(self, request: ScopeT) -> Sequence[tuple[Any, Any]]:
+        """Return each choice that has not ended, with its sequence for the core.
 
         Args:
             request: the request.

@@ -27,6 +27,9 @@ PLAIN_REPR_CHARACTERS_MAX = 65_536  # A text up to this length is printed to mea
 ESCAPED_CHARACTERS_MAX = 10  # \U0010ffff
 
 
+TOO_MANY_CHARACTERS = f"it handles more than {CHARACTERS_MAX:,} characters"
+
+
 class TemplateTooCostly(jinja2.TemplateError):
     """A template exceeded one of the bounds of this module."""
 
@@ -65,7 +68,7 @@ class Budget:
         """
         self._characters_left -= characters
         if self._characters_left < 0:
-            raise TemplateTooCostly(f"it handles more than {CHARACTERS_MAX:,} characters")
+            raise TemplateTooCostly(TOO_MANY_CHARACTERS)
 
     def make(self, characters: int) -> None:
         """Charge the creation of one value. Call this before the value is created.
@@ -78,7 +81,9 @@ class Budget:
         """
         if characters > VALUE_CHARACTERS_MAX:
             raise TemplateTooCostly(f"it makes a value of more than {VALUE_CHARACTERS_MAX:,} characters")
-        self.spend(characters)
+        self._characters_left -= characters
+        if self._characters_left < 0:
+            raise TemplateTooCostly(TOO_MANY_CHARACTERS)
 
     def hold(self, byte_count: int) -> None:
         """Charge memory that the template may keep until its rendering ends.

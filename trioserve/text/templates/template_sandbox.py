@@ -314,9 +314,13 @@ _ADDED_BY_COMPILER = ("_block_vars", "_loop_vars")  # Jinja passes the loop's va
 
 @jinja2.pass_eval_context  # With this decorator, jinja does not print constants at compile time.
 def _printable(context: nodes.EvalContext, value: Any) -> Any:
-    size = printed_size(value) * (HTML_CHARACTERS_MAX if context.autoescape else 1)
-    budget.get().make(size)
-    budget.get().hold(sys.getsizeof(value) if isinstance(value, str) else size)
+    is_text = isinstance(value, str)
+    size = len(value) if is_text else printed_size(value)
+    if context.autoescape:
+        size *= HTML_CHARACTERS_MAX
+    spent = budget.get()
+    spent.make(size)
+    spent.hold(sys.getsizeof(value) if is_text else size)
     return value
 
 
