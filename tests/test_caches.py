@@ -39,8 +39,8 @@ OF_SERVER = "no request decides what is in it"
 NOT_A_CACHE = "it holds what is under way, or bookkeeping; an entry that is missing is not computed"
 
 CACHES = {
-    ("model/gpu.py", "_warn_once"): OF_SERVER,
-    ("model/logit_adjustments.py", "_slots"): OF_REQUEST,
+    ("model/device.py", "_warn_once"): OF_SERVER,
+    ("model/device_sampler.py", "_slots"): OF_REQUEST,
     ("model/random_checkpoint.py", "_quantiles"): OF_SERVER,
     ("model/torch_formats.py", "_host"): OF_SERVER,
     ("model/torch_formats.py", "buffers"): OF_SERVER,

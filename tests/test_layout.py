@@ -71,7 +71,7 @@ ROOMS = {
         only_in={
             "diffusers": words("components.py solvers.py pixart.py"),
             "transformers": words("components.py"),
-            "PIL": words("beginning.py"),
+            "PIL": words("components.py"),
         },
         waits=False,
     ),
@@ -103,7 +103,7 @@ ROOMS = {
         rooms=words("contracts model trio_tools"),
         packages=words("trio outcome numpy torch trioserve_kernels"),
         only_in={
-            "trio": words("door.py group.py host.py link.py placed.py"),
+            "trio": words("group.py host.py link.py placed.py"),
             "numpy": words("offered_weights.py rank_process.py ranked_runner.py stage_sockets.py"),
             "torch": words("rank_process.py"),
             "trioserve_kernels": words("rank_process.py"),
@@ -181,10 +181,10 @@ COMMANDS_THAT_PRETEND = words(
 TORCH_FILES = {
     "bench.inside": words("gpu/command.py gpu/kernel_checks.py gpu/machine.py gpu/steps.py gpu/transformers_steps.py"),
     "model": words(
-        "attention.py audio_tower.py decoder.py device_sampler.py diffusion/beginning.py diffusion/components.py "
+        "attention.py audio_tower.py decoder.py device_sampler.py diffusion/components.py "
         "diffusion/families/dit.py diffusion/families/flux.py diffusion/families/pixart.py "
         "diffusion/families/stable_diffusion.py diffusion/families/stable_diffusion_xl.py diffusion/family.py "
-        "diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py mlp.py "
+        "diffusion/runner.py drafts/heads.py encoder.py layers.py mlp.py "
         "parallel/torch_collectives.py recurrent_layers.py sampler.py static_decode.py static_inputs.py "
         "step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
         "vision/qwen_tower.py vision/tower.py vision/towers.py"
@@ -528,7 +528,7 @@ def test_forbidden_imports_are_detected(file, source, expect):
         ("trioserve.metrics.registry", "torch trio"),
         ("trioserve.model.loading.checkpoint", "torch trio"),
         ("trioserve.model.settings", "torch"),
-        ("trioserve.model.diffusion.description", "torch trio diffusers transformers PIL"),
+        ("trioserve.model.diffusion.directory", "torch trio diffusers transformers PIL"),
         ("trioserve.model.runner", "torch trio gguf"),
         ("trioserve.commands.serve", "torch"),
         ("trioserve.commands.route", "torch ray"),

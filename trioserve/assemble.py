@@ -37,7 +37,7 @@ from trioserve.metrics.registry import Metrics
 from trioserve.model.diffusion.directory import is_image_model
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.encoder_directory import EncoderDirectory
-from trioserve.model.loading.settings import lora_modules
+from trioserve.model.settings import lora_modules
 from trioserve.model.trainer_groups import TrainerGroups
 from trioserve.options.engine import EngineOptions
 from trioserve.options.option import about, checked_parameters, parameters_of

@@ -29,11 +29,11 @@ from trioserve.engine.lifecycle.engine_loop import LaunchedSteps, StepRunner, Th
 from trioserve.engine.lifecycle.work import Guard
 from trioserve.engine.text_work import EngineParts
 from trioserve.engine.weight_updates import WeightTarget
-from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.drafts.settings import DraftSettings
 from trioserve.model.kv_storage import CudaPages
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.encoder_directory import EncoderDirectory
+from trioserve.model.loading.stored_tensor import AdapterWeights
+from trioserve.model.settings import DraftSettings
 from trioserve.model.trainer_groups import TrainerGroups, arriving_tensors
 from trioserve.options.engine import EngineOptions
 from trioserve.ranks.ranked_runner import RankedRunner

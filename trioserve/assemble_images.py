@@ -25,8 +25,13 @@ from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
 from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.model.device import torch_now
-from trioserve.model.diffusion.description import ImageModelSettings, describe
-from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, name_of_weights
+from trioserve.model.diffusion.directory import (
+    ImageDirectory,
+    ImageModelSettings,
+    check_image_extra,
+    describe,
+    name_of_weights,
+)
 from trioserve.model.fingerprint import fingerprint_of
 from trioserve.model.settings import MAX_NUM_SEQS_CPU
 from trioserve.options.engine import STEP_PIXELS, ImageEngineOptions

@@ -24,9 +24,9 @@ from trioserve.model.parallel.stages import cache_shares, stage_configs
 from trioserve.model.trainer_groups import TrainerGroups
 from trioserve.options.engine import EngineOptions
 from trioserve.proxy.discovery.ray import check_ray_is_installed
-from trioserve.ranks.door import wait_for_ranks
 from trioserve.ranks.group import open_ranks
 from trioserve.ranks.host import free_port, host_ranks
+from trioserve.ranks.link import wait_for_ranks
 from trioserve.ranks.messages import DraftSetup, Progress, RankSetup
 from trioserve.ranks.placed import PlacedRanks, RanksWanted, placed_ranks
 from trioserve.ranks.ranked_runner import RankedRunner, RankedWeights

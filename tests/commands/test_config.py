@@ -10,7 +10,7 @@ import pytest
 
 from trioserve.config import Config, add_arguments, config_from, make_config
 from trioserve.contracts.errors import StartupError
-from trioserve.model.drafts.settings import DraftSettings
+from trioserve.model.settings import DraftSettings
 
 
 def config(*flags: str, environment: dict[str, str] | None = None) -> Config:

@@ -14,7 +14,7 @@ from trioserve.commands.child_processes import ParentProcess, child_sockets, rel
 from trioserve.commands.hosting import ModelProcesses, hosted_models
 from trioserve.config import Config, add_arguments, config_from, make_config
 from trioserve.contracts.errors import StartupError
-from trioserve.model.loading.settings import lora_modules
+from trioserve.model.settings import lora_modules
 from trioserve.options.hosting import HostedModelOptions
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from trioserve.assemble import open_engine
+from trioserve.assemble_model import GenerationDefaults, generation_defaults
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.default_model import recommended_sampling
-from trioserve.model.loading.generation_defaults import GenerationDefaults, generation_defaults
-from trioserve.model.loading.settings import generation_settings
+from trioserve.model.settings import generation_settings
 
 OWN = {"temperature": 0.6, "top_k": 20}
 

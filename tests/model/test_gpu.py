@@ -16,8 +16,9 @@ import torch
 
 from trioserve.contracts.errors import GpuLost, StartupError
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model import gpu, torch_step_model
-from trioserve.model.gpu import lost_gpu, new_event, pick_device, take_gpu, why_no_gpu, with_device_defaults
+from trioserve.model import device as device_module
+from trioserve.model import torch_step_model
+from trioserve.model.device import lost_gpu, new_event, pick_device, take_gpu, why_no_gpu, with_device_defaults
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
@@ -54,7 +55,7 @@ class Machine:
         self._patch = patch
         self.taken: list[int] = []
         patch.setattr(torch.cuda, "set_device", self.taken.append)
-        gpu._warn_once.cache_clear()
+        device_module._warn_once.cache_clear()
         self.set()
 
     def set(
@@ -71,7 +72,7 @@ class Machine:
         patch.setattr(torch.cuda, "device_count", lambda: count)
         patch.setattr(torch.cuda, "mem_get_info", lambda: (memory_gib * GIB, memory_gib * GIB))
         patch.setattr(torch.version, "cuda", built_for)
-        patch.setattr(gpu, "_libcuda", lambda: driver)
+        patch.setattr(device_module, "_libcuda", lambda: driver)
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_gpu_that_torch_cannot_use_is_an_error_or_one_warning(
 
 
 def test_driver_without_a_gpu_is_no_warning(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    machine.set(usable=False, driver=Driver(13000, gpu.CUDA_ERROR_NO_DEVICE))
+    machine.set(usable=False, driver=Driver(13000, device_module.CUDA_ERROR_NO_DEVICE))
     assert pick_device(ModelSettings()) == "cpu"
     assert caplog.records == []
     with pytest.raises(StartupError, match="shows no GPU to this process: check CUDA_VISIBLE_DEVICES"):
@@ -139,11 +140,11 @@ def test_machine_without_a_driver_computes_on_the_cpu(machine: Machine) -> None:
 
 def test_driver_is_described_by_its_files_and_its_library(machine: Machine, tmp_path: Path) -> None:
     machine.set(usable=False, driver=Driver(12080))
-    assert gpu.driver_version(tmp_path) == "driver of unknown version, for CUDA up to 12.8"
+    assert device_module.driver_version(tmp_path) == "driver of unknown version, for CUDA up to 12.8"
     file = tmp_path / "proc/driver/nvidia/version"
     file.parent.mkdir(parents=True)
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n")
-    assert gpu.driver_version(tmp_path) == "driver 570.86.15, for CUDA up to 12.8"
+    assert device_module.driver_version(tmp_path) == "driver 570.86.15, for CUDA up to 12.8"
     assert "570.86.15" in (why_no_gpu(tmp_path) or "")
 
 

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model import staged_copies, torch_step_model, weights
+from trioserve.model import torch_step_model, weights
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
-from trioserve.model.staged_copies import Piece, StagedWeight, copied
 from trioserve.model.torch_formats import PinnedStaging, TensorSlot
-from trioserve.model.weights import StagedSlot, fill_slots
+from trioserve.model.weights import Piece, StagedSlot, StagedWeight, copied, fill_slots
 
 BUFFER_BYTES = 4_000
 
@@ -86,7 +85,7 @@ def loaded(checkpoint: Any, staging: Any, dtype: torch.dtype, threads: int, prog
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Read rows in pieces of a buffer, and check that no thread outlives its test."""
     monkeypatch.setattr(weights, "BUFFER_BYTES", BUFFER_BYTES)
-    monkeypatch.setattr(staged_copies, "BUFFER_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(weights, "BUFFER_BYTES", BUFFER_BYTES)
     yield
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("trioserve-load")]
 
@@ -167,7 +166,7 @@ def pieces(sizes: list[int], read: Callable[[int, int], np.ndarray]) -> list[Sta
 
 def test_bytes_that_are_read_at_the_same_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading begins when a piece is given to a thread, and ends when its last buffer is sent."""
-    monkeypatch.setattr(staged_copies, "READ_BYTES_MAX", 10_000)
+    monkeypatch.setattr(weights, "READ_BYTES_MAX", 10_000)
     sizes = [1_000, 3_000, 9_000, 500, 25_000, 100, 6_000, 6_000, 12, 4_000] * 3
     open_bytes, most = 0, 0
     lock = threading.Lock()

@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import install_command
-from trioserve.model import gpu
+from trioserve.model import device
 from trioserve.model.settings import ModelSettings
 
 
@@ -20,10 +20,10 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_required_cuda_device_needs_torch() -> None:
     with pytest.raises(StartupError, match=r"device cuda needs torch.*pip install .*\[torch\]'"):
-        gpu.pick_device(ModelSettings(device="cuda"))
+        device.pick_device(ModelSettings(device="cuda"))
 
 
 def test_gpu_is_ignored_without_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(gpu, "has_cuda_driver", lambda: True)
-    assert gpu.pick_device(ModelSettings()) == "cpu"
+    monkeypatch.setattr(device, "has_cuda_driver", lambda: True)
+    assert device.pick_device(ModelSettings()) == "cpu"
     assert install_command("gpu") in caplog.text

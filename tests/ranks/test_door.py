@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.contracts.errors import StartupError
-from trioserve.ranks import door
-from trioserve.ranks.door import HANDSHAKE_SECONDS_MAX, HANDSHAKES_MAX, connect_rank, wait_for_ranks
+from trioserve.ranks import link
 from trioserve.ranks.host import free_port
+from trioserve.ranks.link import HANDSHAKE_SECONDS_MAX, HANDSHAKES_MAX, connect_rank, wait_for_ranks
 from trioserve.ranks.messages import framed
 
 KEY = "a key that nobody guesses"
@@ -134,24 +134,24 @@ async def test_connection_of_an_unexpected_rank_is_refused() -> None:
 
 
 def test_server_of_another_version_is_refused() -> None:
-    asked = door.challenge()
-    old = door.Challenge(asked.nonce, "0.0.1")
+    asked = link.challenge()
+    old = link.Challenge(asked.nonce, "0.0.1")
     with pytest.raises(StartupError, match="all machines need the same version"):
-        door.answered(old, 1, KEY)
+        link.answered(old, 1, KEY)
 
 
 def test_server_without_the_key_is_not_trusted() -> None:
-    asked = door.challenge()
-    hello = door.answered(asked, 1, KEY)
-    assert door.is_server(asked, hello, door.verdict(asked, hello, KEY), KEY)
-    assert not door.is_server(asked, hello, door.Verdict(b"x" * 32), KEY)
+    asked = link.challenge()
+    hello = link.answered(asked, 1, KEY)
+    assert link.is_server(asked, hello, link.verdict(asked, hello, KEY), KEY)
+    assert not link.is_server(asked, hello, link.Verdict(b"x" * 32), KEY)
     # A server that sends the rank's own proof back does not know the key.
-    assert not door.is_server(asked, hello, door.Verdict(hello.proof), KEY)
+    assert not link.is_server(asked, hello, link.Verdict(hello.proof), KEY)
 
 
 def test_proof_of_an_earlier_handshake_is_refused() -> None:
-    earlier = door.answered(door.challenge(), 1, KEY)
-    assert door.verdict(door.challenge(), earlier, KEY).refused is not None
+    earlier = link.answered(link.challenge(), 1, KEY)
+    assert link.verdict(link.challenge(), earlier, KEY).refused is not None
 
 
 async def test_silent_and_invalid_clients_are_disconnected(mock_clock: trio.testing.MockClock) -> None:
@@ -269,8 +269,8 @@ async def test_silent_unknown_clients_do_not_block_ranks() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 2**31, 2**63, 2**64 - 1, -(2**63)])
 def test_connection_with_a_rank_number_out_of_range_is_refused(rank: int) -> None:
-    hello = door.Hello(rank, b"x" * 32, b"y" * 32)
-    given = door.verdict(door.challenge(), hello, KEY)
+    hello = link.Hello(rank, b"x" * 32, b"y" * 32)
+    given = link.verdict(link.challenge(), hello, KEY)
     assert given.refused is not None
     assert f"its rank is {rank}" in given.refused
 

@@ -48,8 +48,7 @@ from trioserve.simulation.router.history import Drain as DrainRouter
 from trioserve.simulation.router.history import Fail as FailAtEndpoint
 from trioserve.simulation.router.history import Wait as WaitAtRouter
 from trioserve.simulation.router.routers_books import Back, Come, Die, Meet, Part, RoutersHistory, RoutersWorld
-from trioserve.simulation.runs import runs_of
-from trioserve.simulation.script import case_of, script_of
+from trioserve.simulation.runs import case_of, runs_of, script_of
 from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
 from trioserve.simulation.stack.http_plan import Connection, Delete, Front
 from trioserve.simulation.stack.pause_plan import Order, Pause, Resume, Sleep, Swap, Wake

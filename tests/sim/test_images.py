@@ -8,8 +8,7 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.simulation.images.plan import Client, Fail, ImagesPlan, ImagesStage
-from trioserve.simulation.runs import runs_of
-from trioserve.simulation.script import case_of, script_of
+from trioserve.simulation.runs import case_of, runs_of, script_of
 from trioserve.simulation.stack.pause_plan import Order, Pause, Resume, Sleep, Wake
 
 EVERYTHING = ImagesPlan(

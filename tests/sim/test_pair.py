@@ -28,8 +28,7 @@ from trioserve.simulation.pair.host import (
     Stop,
 )
 from trioserve.simulation.pair.simulator import PairSimulation
-from trioserve.simulation.runs import runs_of
-from trioserve.simulation.script import case_of, script_of
+from trioserve.simulation.runs import case_of, runs_of, script_of
 
 PROMPT = (1, 2, 3, 1, 2)
 

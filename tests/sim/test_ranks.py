@@ -19,8 +19,7 @@ from trioserve.simulation.ranks.plan import (
     Swap,
     Unload,
 )
-from trioserve.simulation.runs import runs_of
-from trioserve.simulation.script import case_of, script_of
+from trioserve.simulation.runs import case_of, runs_of, script_of
 
 SEED_COUNT, CLIENT_COUNT = 150, 6
 KINDS = ("break", "end", "garble", "hang", "kill", "stop", "stray")

@@ -314,7 +314,7 @@ LISTENERS = {
     "http/listener.py": "makes the listeners of FrontendServer",
     "model/parallel/torch_collectives.py": "torch.distributed: in a separate network",
     "model/trainer_groups.py": "torch.distributed: in a separate network",
-    "ranks/door.py": "ranks: ConnectionLimit",
+    "ranks/link.py": "ranks: ConnectionLimit",
     "ranks/host.py": "finds a free port, but accepts no connections",
     "ranks/stage_sockets.py": "stages: STRANGERS_MAX",
 }

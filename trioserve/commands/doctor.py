@@ -18,8 +18,7 @@ from typing import Literal
 import msgspec
 
 from trioserve.contracts.extras import VERSION, Extra, install_command
-from trioserve.model.device import has_torch
-from trioserve.model.gpu import driver_version, has_cuda_driver, why_no_gpu
+from trioserve.model.device import driver_version, has_cuda_driver, has_torch, why_no_gpu
 from trioserve.model.loading.default_model import find_default_model
 
 __all__ = ["Finding", "findings", "print_findings", "processor_name", "run_doctor"]

@@ -29,7 +29,7 @@ from trioserve.commands.child_processes import (
 from trioserve.commands.serving import optional_path
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
-from trioserve.model.loading.settings import lora_modules
+from trioserve.model.settings import lora_modules
 from trioserve.options.engine import EngineOptions, ImageOptions
 from trioserve.options.hosting import KV_CACHE_GIB, HostedModelOptions
 from trioserve.options.option import ENVIRONMENT_PREFIX, checked, options_of

@@ -35,8 +35,7 @@ from trioserve.simulation.router.routers_books import (
 )
 from trioserve.simulation.router.routers_generator import Traffic, drawn_traffic
 from trioserve.simulation.router.routers_simulator import RoutersSimulation
-from trioserve.simulation.runs import Mode, runs_of
-from trioserve.simulation.script import Failure, Trace, Verdict, apply_events, script_of
+from trioserve.simulation.runs import Failure, Mode, Trace, Verdict, apply_events, runs_of, script_of
 from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = [

@@ -14,18 +14,19 @@ from trioserve.contracts.kv_transfer import KVPages
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.weights import AdapterId
-from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import (
     DeviceType,
     default_thread_count,
+    lost_gpu,
     pick_encoder_dtype,
     set_torch_threads,
     takes_every_cpu,
     torch_now,
+    with_device_defaults,
 )
 from trioserve.model.encoder_config import EncoderConfig
-from trioserve.model.gpu import lost_gpu, with_device_defaults
 from trioserve.model.loading.encoder_directory import EncoderDirectory
+from trioserve.model.loading.stored_tensor import AdapterWeights
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import NOT_FINITE

@@ -21,11 +21,11 @@ from trioserve.model.device import (
     pick_dtype,
     pick_encoder_dtype,
     pick_vision_dtype,
+    with_device_defaults,
 )
 from trioserve.model.diffusion.directory import ImageDirectory, is_image_model
 from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint
 from trioserve.model.drafts.draft_model import spare_block_count
-from trioserve.model.gpu import with_device_defaults
 from trioserve.model.loaded_models import check_kv_settings, check_torch
 from trioserve.model.loading.audio_part import audio_shapes
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint

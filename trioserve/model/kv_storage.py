@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
-from trioserve.model.device import DeviceType, torch_now
-from trioserve.model.gpu import new_event
+from trioserve.model.device import DeviceType, new_event, torch_now
 from trioserve.model.layer_config import KVEntry
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import KvFormat, head_width

@@ -17,10 +17,10 @@ from trioserve.model.device import (
     pick_vision_dtype,
     set_torch_threads,
     torch_now,
+    with_device_defaults,
 )
 from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint
 from trioserve.model.drafts.draft_model import DraftModel
-from trioserve.model.gpu import with_device_defaults
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native

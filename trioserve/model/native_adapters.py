@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig
+from trioserve.model.loading.stored_tensor import AdapterMatrix, AdapterWeights
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, empty_values
 from trioserve.model.packed_weights import has_pairs_together, pairs_together

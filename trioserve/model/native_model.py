@@ -23,7 +23,6 @@ from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.weights import AdapterId
-from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import (
@@ -33,6 +32,7 @@ from trioserve.model.layer_config import (
     LatentAttentionConfig,
     Temperature,
 )
+from trioserve.model.loading.stored_tensor import AdapterWeights
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_adapters import NativeAdapter
 from trioserve.model.native_layer import (
@@ -60,8 +60,7 @@ from trioserve.model.number_formats import (
     values_of,
 )
 from trioserve.model.packed_weights import HEAD, PackedWeights, Quantization
-from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.parallel.native_collectives import NativeCallbacks
+from trioserve.model.parallel.collectives import Collectives, NativeCallbacks
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.step_model import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
 from trioserve.model.step_rows import (

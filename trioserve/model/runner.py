@@ -12,20 +12,21 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, KVPages
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.weights import AdapterId
-from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.begun_step import BegunStep, ComputableStep, fill_awaited_tokens
 from trioserve.model.device import (
+    STEP_TOKENS_GPU,
     attended_token_flops,
     cache_size,
     kv_block_bytes,
+    lost_gpu,
     takes_every_cpu,
     token_flops,
     torch_now,
+    with_device_defaults,
     with_images,
 )
 from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint, check_draft
 from trioserve.model.drafts.draft_model import DraftModel
-from trioserve.model.gpu import STEP_TOKENS_GPU, lost_gpu, with_device_defaults
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage, make_kv_pages
 from trioserve.model.loaded_models import (
     load_audio,
@@ -36,6 +37,7 @@ from trioserve.model.loaded_models import (
     load_vision,
 )
 from trioserve.model.loading.checkpoint import Checkpoint
+from trioserve.model.loading.stored_tensor import AdapterWeights
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Float32Array, kv_format_of
 from trioserve.model.parallel.collectives import Collectives

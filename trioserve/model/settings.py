@@ -1,26 +1,44 @@
-"""Defines and checks the settings of a model, such as number format, device and KV cache memory, without torch."""
+"""Defines and checks the settings of a model, such as number format, device and KV cache memory, without torch.
+
+The module also checks the options for sampling defaults (--generation-config, --override-generation-config), for
+adapters that are loaded at start (--lora-modules), and of speculative decoding (--speculative-ngram, -model and
+-config).
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from trioserve.contracts.errors import StartupError
+from trioserve.contracts.arguments import closest_name
+from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.sampling import SamplingParams
 
 __all__ = [
+    "DRAFT_TOKENS_MAX",
+    "GENERATION_FIELDS",
     "MAX_NUM_SEQS_CPU",
     "MAX_NUM_SEQS_GPU",
     "STEP_TOKENS_CPU",
     "CpuKernelsName",
     "DeviceName",
+    "DraftSettings",
     "DtypeName",
+    "GenerationSettings",
     "GpuKernelsName",
     "KvCacheDtypeName",
+    "LoraModule",
     "ModelSettings",
     "QuantizationName",
+    "draft_settings",
+    "generation_settings",
+    "lora_modules",
 ]
+
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -177,3 +195,268 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise StartupError(f"{name} is {value!r}, allowed is one of {', '.join(allowed)}")
+
+
+GENERATION_FLAG = "--override-generation-config"
+LORA_EXAMPLE = """write it like sql=/adapters/sql, or like {"name": "sql", "path": "/adapters/sql"}"""
+GENERATION_EXAMPLE = '{"temperature": 0.5, "top_p": 0.9}'
+
+GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Sampling fields of generation_config.json, and their names in SamplingParams. The list is vLLM's."""
+
+
+class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Source of the sampling defaults.
+
+    Attributes:
+        is_neutral: ignore the checkpoint's recommendations.
+        directory: directory whose generation_config.json replaces the checkpoint's. None: use the checkpoint's file.
+        override: values that replace values from files, with the names of SamplingParams.
+    """
+
+    is_neutral: bool = False
+    directory: Path | None = None
+    override: Mapping[str, float | int] = msgspec.field(default_factory=dict)
+
+
+class LoraModule(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapter that is loaded at start.
+
+    Attributes:
+        name: name that requests use.
+        path: directory of the adapter.
+        base_model_name: name of the adapter's model, which is only shown to users.
+    """
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def lora_modules(given: Iterable[str]) -> tuple[LoraModule, ...]:
+    """Parse the values of --lora-modules.
+
+    Args:
+        given: values, of which each is "name=path", or JSON with the fields of LoraModule.
+
+    Raises:
+        StartupError: a value is wrong, or a name occurs twice.
+    """
+    modules: dict[str, LoraModule] = {}
+    for text in given:
+        try:
+            if text.lstrip().startswith("{"):
+                module = msgspec.json.decode(text, type=LoraModule)
+            else:
+                name, equals, path = text.partition("=")
+                module = LoraModule(name=name, path=path) if equals else LoraModule(name="", path="")
+        except msgspec.DecodeError as error:
+            raise StartupError(f"--lora-modules {text!r}: {error}; {LORA_EXAMPLE}") from None
+        if not module.name or not module.path:
+            raise StartupError(f"--lora-modules {text!r} has no name and path: {LORA_EXAMPLE}")
+        if module.name in modules:
+            raise StartupError(f"--lora-modules names {module.name!r} twice")
+        modules[module.name] = module
+    return tuple(modules.values())
+
+
+def generation_settings(source: str, override: str | Mapping[str, Any] | None) -> GenerationSettings:
+    """Parse --generation-config and --override-generation-config.
+
+    Args:
+        source: auto, vllm or a directory.
+        override: JSON string, its decoded value, or None.
+
+    Raises:
+        StartupError: a value is wrong.
+    """
+    fields = _override(override)
+    if source in ("auto", "vllm"):
+        return GenerationSettings(is_neutral=source == "vllm", override=fields)
+    return GenerationSettings(directory=Path(source), override=fields)
+
+
+def _override(given: str | Mapping[str, Any] | None) -> dict[str, float | int]:
+    if given is None:
+        return {}
+    value: object = given
+    if isinstance(given, str):
+        try:
+            value = msgspec.json.decode(given)
+        except msgspec.DecodeError as error:
+            raise StartupError(f"{GENERATION_FLAG} is no JSON ({error}): write it like {GENERATION_EXAMPLE}") from None
+    if not isinstance(value, Mapping):
+        raise StartupError(f"{GENERATION_FLAG} is {value!r}, it must be an object like {GENERATION_EXAMPLE}")
+    fields: dict[str, float | int] = {}
+    for name, requested in value.items():
+        if name not in GENERATION_FIELDS:
+            closest = closest_name(str(name), GENERATION_FIELDS)
+            hint = f"did you mean {closest}?" if closest else f"there are: {', '.join(GENERATION_FIELDS)}"
+            raise StartupError(f"{GENERATION_FLAG} has {name!r}, which it does not accept: {hint}")
+        if requested is not None:
+            fields[GENERATION_FIELDS[name]] = requested
+    try:
+        msgspec.convert(fields, SamplingParams)
+    except (InvalidRequest, msgspec.ValidationError) as error:
+        raise StartupError(f"{GENERATION_FLAG}: {error}") from None
+    return fields
+
+
+DRAFT_FLAG = "--speculative-config"
+DRAFT_EXAMPLE = '{"model": "NAME", "num_speculative_tokens": 4}'
+# With one known token, a sequence has 16 rows per step. Computing more rows costs about as much time as it saves.
+DRAFT_TOKENS_MAX = 15
+
+MTP = "mtp"
+MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp")  # Older versions of vLLM use the longer names.
+IGNORED = frozenset({"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch"})
+"""Keys of vLLM that have no meaning here, or whose values are found automatically."""
+
+
+class DraftSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Checked options of speculative decoding.
+
+    Attributes:
+        source: "text" copies draft tokens from the request's own tokens. "model" uses a draft model or a head: its
+            files define which of the two. "mtp" uses the target model's own prediction layer.
+        token_count: largest number of draft tokens of a request in one step, 1 to DRAFT_TOKENS_MAX.
+        model: name of the draft model. None for the sources "text" and "mtp".
+        revision: revision of the draft model. None for the default revision.
+        quantization: how the draft model's weights are stored in memory.
+        ignored: keys of vLLM that have no effect in this server, for a log line.
+    """
+
+    source: Literal["text", "model", "mtp"]
+    token_count: int
+    model: str | None = None
+    revision: str | None = None
+    quantization: QuantizationName = "auto"
+    ignored: tuple[str, ...] = ()
+
+    def settings_of_draft(self, settings: ModelSettings) -> ModelSettings:
+        """Return the settings with which the draft model is computed.
+
+        Args:
+            settings: settings of the target model.
+        """
+        return msgspec.structs.replace(
+            settings,
+            quantization=self.quantization,
+            context_tokens_max=None,
+            draft_tokens=0,
+            max_lora_graph_rank=0,  # The draft model has no adapters.
+        )
+
+
+def draft_settings(
+    *, ngram: int, model: str | None, token_count: int, quantization: str, given: str | Mapping[str, Any] | None
+) -> DraftSettings | None:
+    """Check the options of speculative decoding.
+
+    Args:
+        ngram: number of draft tokens per step that are copied from the request's own tokens. 0 disables them.
+        model: name of a draft model, "mtp", or None.
+        token_count: number of draft tokens of `model` per step.
+        quantization: how the weights of `model` are stored in memory.
+        given: JSON object in vLLM's format or its decoded value, or None. It excludes `ngram` and `model`.
+
+    Returns:
+        The settings, or None if there is no speculative decoding.
+
+    Raises:
+        StartupError: options contradict each other or a value is not allowed.
+    """
+    if given is not None:
+        if ngram or model is not None:
+            raise StartupError(
+                f"{DRAFT_FLAG} already names the source of draft tokens: "
+                "remove --speculative-ngram and --speculative-model"
+            )
+        return _from_config(_fields(given))
+    if model is not None:
+        if ngram:
+            raise StartupError("--speculative-model and --speculative-ngram were both given: remove one of them")
+        source: Literal["model", "mtp"] = "mtp" if model == MTP else "model"
+        name = None if source == "mtp" else model
+        return DraftSettings(
+            source=source, token_count=token_count, model=name, quantization=_quantization(quantization)
+        )
+    return DraftSettings(source="text", token_count=ngram) if ngram else None
+
+
+def _from_config(fields: dict[str, Any]) -> DraftSettings:
+    method, model = fields.pop("method", None), fields.pop("model", None)
+    count = fields.pop("num_speculative_tokens", None)
+    if type(count) is not int or not 1 <= count <= DRAFT_TOKENS_MAX:
+        raise StartupError(
+            f"num_speculative_tokens in {DRAFT_FLAG} is {count!r}, allowed is 1 to {DRAFT_TOKENS_MAX}, "
+            f"as in {DRAFT_EXAMPLE}"
+        )
+    ignored = tuple(sorted(IGNORED & fields.keys()))
+    for name in ignored:
+        del fields[name]
+    if model in ("ngram", "[ngram]"):  # Older versions of vLLM use these names.
+        method, model = "ngram", None
+    if method == "ngram":
+        _nothing_else(fields)
+        return DraftSettings(source="text", token_count=count, ignored=ignored)
+    if method not in (None, "draft_model", "eagle3", *MTP_METHODS):
+        raise StartupError(
+            f'method in {DRAFT_FLAG} is {method!r}, allowed is "draft_model", "eagle3", "mtp" or "ngram"'
+        )
+    is_own = method in MTP_METHODS or (method is None and model == MTP)
+    if is_own and model not in (None, MTP):
+        raise StartupError(f'{DRAFT_FLAG} has method {method!r}, which uses the model\'s own layer: remove "model"')
+    if not is_own and (not isinstance(model, str) or not model):
+        raise StartupError(f'{DRAFT_FLAG} has no "model": add one, as in {DRAFT_EXAMPLE}')
+    devices = fields.pop("draft_tensor_parallel_size", 1)
+    if devices != 1:
+        raise StartupError(
+            f"draft_tensor_parallel_size in {DRAFT_FLAG} is {devices!r}, "
+            "but the draft model runs on one device: remove it"
+        )
+    revision, quantization = fields.pop("revision", None), fields.pop("quantization", None)
+    _nothing_else(fields)
+    if revision is not None and not isinstance(revision, str):
+        raise StartupError(f"revision in {DRAFT_FLAG} is {revision!r}, but it must be a string")
+    return DraftSettings(
+        source="mtp" if is_own else "model",
+        token_count=count,
+        model=None if is_own else model,
+        revision=revision,
+        quantization=_quantization("auto" if quantization is None else quantization),
+        ignored=ignored,
+    )
+
+
+def _fields(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(given, str):
+        return dict(given)
+    try:
+        fields = msgspec.json.decode(given)
+    except msgspec.DecodeError as error:
+        raise StartupError(f"{DRAFT_FLAG} is not JSON ({error}): give an object, such as {DRAFT_EXAMPLE}") from None
+    if not isinstance(fields, dict):
+        raise StartupError(f"{DRAFT_FLAG} is not a JSON object: give one, such as {DRAFT_EXAMPLE}")
+    return fields
+
+
+def _nothing_else(fields: Mapping[str, Any]) -> None:
+    if fields:
+        raise StartupError(f"{DRAFT_FLAG} has {', '.join(sorted(fields))}, which is not supported: remove it")
+
+
+def _quantization(name: object) -> QuantizationName:
+    if name not in get_args(QuantizationName):
+        raise StartupError(
+            f"the quantization of the draft model is {name!r}, allowed is one of "
+            f"{', '.join(get_args(QuantizationName))}"
+        )
+    return name  # type: ignore[return-value]  # checked above

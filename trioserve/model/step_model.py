@@ -13,9 +13,9 @@ from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.weights import AdapterId
-from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
+from trioserve.model.loading.stored_tensor import AdapterWeights
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.weights import Slot

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.contracts.weights import AdapterId
-from trioserve.model.adapter_weights import AdapterWeights
+from trioserve.model.loading.stored_tensor import AdapterWeights
 from trioserve.model.torch_formats import Sending, as_tensor
 from trioserve_kernels import Kernels
 

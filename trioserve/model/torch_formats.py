@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trioserve.model.gpu import new_event
+from trioserve.model.device import new_event
 from trioserve.model.loading.stored_tensor import Bytes
 from trioserve.model.number_formats import Dtype, Values, dtype_of
-from trioserve.model.staged_copies import BUFFER_BYTES, BUFFER_COUNT, Staging
-from trioserve.model.weights import Slot, StagedSlot
+from trioserve.model.weights import BUFFER_BYTES, BUFFER_COUNT, Slot, StagedSlot, Staging
 
 __all__ = ["TORCH_DTYPES", "PinnedStaging", "TensorSlot", "as_tensor", "Sending"]
 

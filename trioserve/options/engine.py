@@ -16,18 +16,21 @@ from trioserve.contracts.image_generation import ImageRequestLimits
 from trioserve.contracts.media import AudioLimits, ImageLimits
 from trioserve.core.settings import CoreSettings, DraftSourceName, check_overlap
 from trioserve.engine.settings import RESTARTS_MAX
-from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings
-from trioserve.model.loading.settings import generation_settings, lora_modules
 from trioserve.model.settings import (
     BLOCK_SIZE_MAX,
+    DRAFT_TOKENS_MAX,
     THREADS_MAX,
     CpuKernelsName,
     DeviceName,
+    DraftSettings,
     DtypeName,
     GpuKernelsName,
     KvCacheDtypeName,
     ModelSettings,
     QuantizationName,
+    draft_settings,
+    generation_settings,
+    lora_modules,
 )
 from trioserve.options.option import about
 from trioserve.options.router import ChatOptions, ClusterOptions

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.loading.settings import lora_modules
+from trioserve.model.settings import lora_modules
 from trioserve.options.option import about
 from trioserve.router.settings import HostedModelsSettings
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import trio
 
-from trioserve.ranks.door import connect_rank
-from trioserve.ranks.link import RankLink, RankProcess, SocketConnection
+from trioserve.ranks.link import RankLink, RankProcess, SocketConnection, connect_rank
 from trioserve.ranks.messages import RankPlace, Report
 
 __all__ = ["HostRanks", "cpu_shares", "free_port", "host_ranks", "keep_ranks"]
@@ -51,7 +50,7 @@ class HostRanks:
         self._stage_size = stage_size
         self._memories, self._elsewhere = memories, elsewhere
         self._cpus = cpu_shares(at_once)
-        from trioserve.model.parallel.native_collectives import Arrivals  # host_ranks says why this import is late.
+        from trioserve.model.parallel.collectives import Arrivals  # host_ranks says why this import is late.
 
         self._arrivals = [Arrivals(memory, stage_size) for memory in memories]
 
@@ -132,7 +131,7 @@ def host_ranks(
     """
     # This import is late because it loads the kernels. A process without ranks loads the kernels in parallel to other
     # work.
-    from trioserve.model.parallel.native_collectives import make_shared_memory
+    from trioserve.model.parallel.collectives import make_shared_memory
 
     stage_size = (size + len(elsewhere)) // stage_count
     stages_here = size // stage_size  # A stage that is divided between machines shares no memory.

@@ -21,8 +21,8 @@ import msgspec
 import trio
 
 from trioserve.contracts.errors import StartupError
-from trioserve.ranks.door import wait_for_ranks
 from trioserve.ranks.host import free_port
+from trioserve.ranks.link import wait_for_ranks
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 

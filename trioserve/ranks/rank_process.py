@@ -32,16 +32,13 @@ import numpy as np
 
 from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
-from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
-from trioserve.model.device import DeviceType, torch_now
+from trioserve.model.device import DeviceType, take_gpu, torch_now
 from trioserve.model.drafts.checkpoints import draft_source
-from trioserve.model.gpu import take_gpu
 from trioserve.model.kv_storage import KVMemory
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
-from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.stored_tensor import AdapterMatrix, AdapterWeights, StoredTensor
 from trioserve.model.number_formats import values_of
-from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.parallel.native_collectives import SharedMemoryCollectives
+from trioserve.model.parallel.collectives import Collectives, SharedMemoryCollectives
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter
 from trioserve.model.parallel.stages import StageCheckpoint, stage_adapter
 from trioserve.model.weight_replacement import DividedModel

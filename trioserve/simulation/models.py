@@ -42,7 +42,7 @@ import msgspec
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.router.hosted_models import HostedModels, ModelLease, ModelOrder, ModelResize, ModelSpec, ModelState
 from trioserve.router.settings import HostedModelsSettings
-from trioserve.simulation.script import EventSimulation, Trace
+from trioserve.simulation.runs import EventSimulation, Trace
 
 __all__ = ["ModelsGenerator", "ModelsSimulation"]
 

@@ -30,7 +30,7 @@ from trioserve.engine.settings import EngineSettings, deadlines_of
 from trioserve.engine.structured_output import MasksAtOnce
 from trioserve.engine.text_work import EngineParts
 from trioserve.metrics.registry import Metrics
-from trioserve.model.loading.settings import lora_modules as read_lora_modules
+from trioserve.model.settings import lora_modules as read_lora_modules
 from trioserve.testing.accounting import WATCH, assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAGE_CHAT_TEMPLATE, byte_tokenizer
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeModel

@@ -19,8 +19,7 @@ from trioserve.contracts.image_generation import (
     RGBImage,
 )
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.model.diffusion.description import ImageModelSettings
-from trioserve.model.diffusion.directory import ImageDirectory
+from trioserve.model.diffusion.directory import ImageDirectory, ImageModelSettings
 from trioserve.model.diffusion.runner import DiffusionRunner
 from trioserve.text.tokenizer_directory import check_tokenizer
 

@@ -12,8 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.model.diffusion import directory as directory_file
-from trioserve.model.diffusion.description import ImageModelSettings, describe
-from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, is_image_model
+from trioserve.model.diffusion.directory import (
+    ImageDirectory,
+    ImageModelSettings,
+    check_image_extra,
+    describe,
+    is_image_model,
+)
 from trioserve.model.diffusion.runner import DiffusionRunner
 from trioserve.text.tokenizer_directory import check_tokenizer
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from trioserve.contracts.image_generation import RGBImage, network_steps
-from trioserve.model.diffusion.description import describe
-from trioserve.model.diffusion.directory import ImageDirectory
+from trioserve.model.diffusion.directory import ImageDirectory, describe
 from trioserve.model.diffusion.families.flux import packed
 from trioserve.model.diffusion.runner import DiffusionRunner
 

@@ -9,7 +9,7 @@ import torch
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.image_generation import IterativePlan, LatentMove, RGBImage
 from trioserve.contracts.step import IsAbandoned
-from trioserve.model.diffusion.beginning import image_of, image_tensor, mask_tensor
+from trioserve.model.diffusion.components import image_of, image_tensor, mask_tensor
 from trioserve.model.diffusion.runner import Abandoned, Abandoning
 from trioserve.model.diffusion.solvers import Solver
 

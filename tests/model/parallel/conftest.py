@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from trioserve.model.parallel.native_collectives import make_shared_memory
+from trioserve.model.parallel.collectives import make_shared_memory
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 PROGRAM = Path(__file__).with_name("rank_program.py")

@@ -19,8 +19,7 @@ import numpy as np
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.parallel.native_collectives import SharedMemoryCollectives
+from trioserve.model.parallel.collectives import Collectives, SharedMemoryCollectives
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 from trioserve.contracts.step import IsAbandoned, StepPlan
-from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.parallel.native_collectives import Arrivals, SharedMemoryCollectives, make_shared_memory
+from trioserve.model.parallel.collectives import Arrivals, Collectives, SharedMemoryCollectives, make_shared_memory
 from trioserve.model.runner import ModelRunner
 from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels.native import NoNativeKernels, load_library

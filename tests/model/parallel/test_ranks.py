@@ -20,9 +20,9 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.contracts.weights import AdapterId, AdapterRef
 from trioserve.model import torch_step_model
-from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.names import tensor_shapes
+from trioserve.model.loading.stored_tensor import AdapterMatrix, AdapterWeights
 from trioserve.model.native_model import why_not_native
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter
 from trioserve.model.parallel.shares import share_of

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from trioserve.model.parallel.native_collectives import (
+from trioserve.model.parallel.collectives import (
     Arrivals,
     NativeCallbacks,
     SharedMemoryCollectives,

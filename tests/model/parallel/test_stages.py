@@ -15,10 +15,9 @@ from msgspec import structs
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.weights import AdapterId, AdapterRef
-from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.layer_config import AttentionConfig, MlpConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.stored_tensor import AdapterMatrix, AdapterWeights, StoredTensor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Float32Array
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter

@@ -23,11 +23,11 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.contracts.weights import AdapterId, AdapterRef
-from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.device import default_thread_count
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import resolve_model
 from trioserve.model.loading.names import tensor_shapes
+from trioserve.model.loading.stored_tensor import AdapterMatrix, AdapterWeights
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, convert, empty_values
 from trioserve.model.runner import ModelRunner

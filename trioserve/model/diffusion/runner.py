@@ -30,14 +30,11 @@ from torch.overrides import TorchFunctionMode
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.image_generation import ImageTask, IterativePlan, IterativeResult, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.model.device import default_thread_count, set_torch_threads, takes_every_cpu
-from trioserve.model.diffusion.beginning import Autoencoder, Beginning, image_of
-from trioserve.model.diffusion.components import load_parts, make_family
-from trioserve.model.diffusion.description import SAMPLER_NAMES, ImageModelSettings, samplers_of
-from trioserve.model.diffusion.directory import ImageDirectory
+from trioserve.model.device import default_thread_count, lost_gpu, pick_device, set_torch_threads, takes_every_cpu
+from trioserve.model.diffusion.components import Autoencoder, Beginning, image_of, load_parts, make_family
+from trioserve.model.diffusion.directory import SAMPLER_NAMES, ImageDirectory, ImageModelSettings, samplers_of
 from trioserve.model.diffusion.family import BadTask, Family, Inputs, LatentState, Parts, SolverStep
 from trioserve.model.diffusion.solvers import Solver
-from trioserve.model.gpu import lost_gpu, pick_device
 from trioserve.model.number_formats import Dtype
 from trioserve.model.torch_formats import TORCH_DTYPES
 

@@ -17,13 +17,12 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.layer_config import AttentionConfig
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.hf_config import read_json_object
 from trioserve.model.loading.names import TRANSFORMERS, TensorPlace, tensor_places
 from trioserve.model.loading.safetensors import tensors_in_file
-from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, read_plain
+from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, AdapterMatrix, AdapterWeights, FileTensor, read_plain
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array, are_finite, convert, empty_values
 

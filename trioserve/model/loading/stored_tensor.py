@@ -1,13 +1,15 @@
 """Defines a tensor of a checkpoint that is not read yet, and converts the bytes of files to values.
 
 Bytes are converted in small slices. A slice stays in the CPU's caches, and the only large allocation is the result.
+
+`AdapterWeights` has the weights of a LoRA adapter (arXiv 2106.09685) in host memory.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -20,6 +22,8 @@ from trioserve.model.loading.names import Shape, TensorPlace
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values, convert, empty_values, values_of
 
 __all__ = [
+    "AdapterMatrix",
+    "AdapterWeights",
     "SLICE_VALUES",
     "Bytes",
     "FileRows",
@@ -273,3 +277,42 @@ class FileTensor(msgspec.Struct, frozen=True):
             lambda first_row, row_count: self.stored(name, place.part(first_row, row_count)),
         )
         return stored._replace(rows=rows)
+
+
+class AdapterMatrix(NamedTuple):
+    """Low-rank change of one matrix of the model. For an input row x, b (a x) is added to the matrix's result.
+
+    Attributes:
+        a: [rank, inputs].
+        b: [outputs, rank], already multiplied by the adapter's scale. Its rows are in the order of the rows of the
+            loaded matrix.
+    """
+
+    a: Values
+    b: Values
+
+
+class AdapterWeights:
+    """All matrices of one adapter.
+
+    Args:
+        digest: hash that names the content.
+        dtype: number format of the matrices.
+        matrices: low-rank matrices by the name of the model's matrix, such as layers.0.q_proj (see loading/names.py).
+        rank_max: largest rank of all matrices of the adapter. None: `matrices` has all of them.
+
+    Attributes:
+        rank_max: see above. Equal in all processes that compute parts of one model.
+    """
+
+    def __init__(
+        self, digest: str, dtype: Dtype, matrices: Mapping[str, AdapterMatrix], rank_max: int | None = None
+    ) -> None:
+        self.digest = digest
+        self.dtype: Dtype = dtype
+        self.matrices = dict(matrices)
+        self.rank_max = max(len(matrix.a) for matrix in matrices.values()) if rank_max is None else rank_max
+
+    @property
+    def byte_count(self) -> int:
+        return sum(part.nbytes for matrix in self.matrices.values() for part in matrix)

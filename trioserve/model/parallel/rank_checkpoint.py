@@ -13,11 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.audio_part import AudioPart
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.gguf import STORAGE_TYPES
-from trioserve.model.loading.stored_tensor import FP8_ROWS, FP8_SCALE_BYTES, Bytes, StoredTensor
+from trioserve.model.loading.stored_tensor import (
+    FP8_ROWS,
+    FP8_SCALE_BYTES,
+    AdapterMatrix,
+    AdapterWeights,
+    Bytes,
+    StoredTensor,
+)
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, empty_values
 from trioserve.model.parallel.shares import Cut, Cuts, Run, Runs, divide, head_runs

@@ -16,11 +16,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.layer_config import AttentionConfig, LayerConfig
 from trioserve.model.loading.audio_part import AudioPart
 from trioserve.model.loading.checkpoint import Checkpoint
-from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.stored_tensor import AdapterWeights, StoredTensor
 from trioserve.model.model_config import ModelConfig, StagePart
 from trioserve.model.number_formats import Float32Array
 from trioserve.model.parallel.shares import Run, Runs

@@ -37,7 +37,7 @@ from trioserve.simulation.core.history import (
     World,
 )
 from trioserve.simulation.core.simulator import Simulation
-from trioserve.simulation.script import line_of
+from trioserve.simulation.runs import line_of
 from trioserve.testing.automaton_guide import Automaton
 
 __all__ = ["Generator"]

@@ -55,7 +55,7 @@ from trioserve.simulation.core.session_watch import SessionWatch
 from trioserve.simulation.core.step_rules import check_begun_step, check_no_step_ahead, check_nobody_could_start
 from trioserve.simulation.core.transfer_watch import TransferWatch
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse, poor_hash
-from trioserve.simulation.script import EventSimulation, Trace
+from trioserve.simulation.runs import EventSimulation, Trace
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
 

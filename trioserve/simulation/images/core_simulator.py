@@ -50,7 +50,7 @@ from trioserve.contracts.image_generation import (
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
-from trioserve.simulation.script import EventSimulation, Trace
+from trioserve.simulation.runs import EventSimulation, Trace
 from trioserve.testing.fake_image_engine import FakeIterativeExecutor, latent_after
 from trioserve.testing.invariants import check_iterative_core, check_iterative_idle
 

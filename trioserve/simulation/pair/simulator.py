@@ -45,7 +45,7 @@ from trioserve.simulation.pair.host import (
 )
 from trioserve.simulation.pair.transport import Holding, Network, Serving
 from trioserve.simulation.reference_engine import ReferenceEngine
-from trioserve.simulation.script import EventSimulation, Trace, line_of
+from trioserve.simulation.runs import EventSimulation, Trace, line_of
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_idle
 

@@ -49,7 +49,7 @@ from trioserve.simulation.router.history import (
 )
 from trioserve.simulation.router.queue_rules import ExpectedRequest
 from trioserve.simulation.router.simulator import RouterSimulation
-from trioserve.simulation.script import line_of
+from trioserve.simulation.runs import line_of
 
 __all__ = ["RouterGenerator"]
 

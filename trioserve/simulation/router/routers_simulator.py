@@ -33,7 +33,7 @@ from trioserve.simulation.router.routers_books import (
     RoutersWorld,
     SimulatedEndpoint,
 )
-from trioserve.simulation.script import EventSimulation, Trace
+from trioserve.simulation.runs import EventSimulation, Trace
 
 __all__ = ["RoutersSimulation"]
 

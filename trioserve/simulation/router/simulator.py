@@ -59,7 +59,7 @@ from trioserve.simulation.router.history import (
     Wait,
 )
 from trioserve.simulation.router.queue_rules import ExpectedRequest, SimulatedStream
-from trioserve.simulation.script import EventSimulation, Trace
+from trioserve.simulation.runs import EventSimulation, Trace
 
 __all__ = ["RouterSimulation"]
 

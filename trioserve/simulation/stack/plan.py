@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.simulation.script import line_of
+from trioserve.simulation.runs import line_of
 from trioserve.simulation.stack.calls import CALL_BLOCKS, drawn_family, drawn_question
 from trioserve.simulation.stack.forms import (
     FORM_SHARE,
