@@ -181,7 +181,7 @@ COMMANDS_THAT_PRETEND = words(
 TORCH_FILES = {
     "bench.inside": words("gpu/command.py gpu/kernel_checks.py gpu/machine.py gpu/steps.py gpu/transformers_steps.py"),
     "model": words(
-        "attention.py audio_tower.py decoder.py device_sampler.py diffusion/components.py "
+        "attention.py row_encoder.py decoder.py device_sampler.py diffusion/components.py "
         "diffusion/families/dit.py diffusion/families/flux.py diffusion/families/pixart.py "
         "diffusion/families/stable_diffusion.py diffusion/families/stable_diffusion_xl.py diffusion/family.py "
         "diffusion/runner.py drafts/heads.py encoder.py layers.py mlp.py "

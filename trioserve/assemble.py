@@ -250,7 +250,7 @@ class _Opening:
                         guard=computing.guard,
                         cache_release=cache_release_of(runner, compute, new_parts),
                         weights=computing.weights,
-                        audio_encoder=computing.audio_encoder,
+                        row_encoder=computing.row_encoder,
                     )
 
                 if self._engine is None:
@@ -297,9 +297,9 @@ class _Opening:
                 family=checkpoint.config.family,
                 weight_bytes=checkpoint.weight_bytes,
                 images=files.image_processing(checkpoint, parts.image_encoder, compiler.tokenizer),
-                audio=None
-                if isinstance(checkpoint, EncoderDirectory) or checkpoint.audio is None
-                else checkpoint.audio.processing,
+                encoder=None
+                if isinstance(checkpoint, EncoderDirectory) or checkpoint.encoder is None
+                else checkpoint.encoder.processing,
             ),
             core=core,
             steps=parts.steps,
@@ -327,7 +327,7 @@ class _Opening:
             when_idle=parts.when_idle,
             guides=GuideFactory(compiler),
             image_encoder=parts.image_encoder,
-            audio_encoder=parts.audio_encoder,
+            row_encoder=parts.row_encoder,
             image_decoder=self.image_decoder,
             audio_decoder=self.audio_decoder,
             media=MediaFetcher(config.allowed_media_domains, self.image_decoder.limits.image_bytes_max)
@@ -442,7 +442,7 @@ class _Opening:
 
 
 def _pooling_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PoolingModel | None:
-    if not isinstance(checkpoint, EncoderDirectory) and checkpoint.audio is not None:
+    if not isinstance(checkpoint, EncoderDirectory) and checkpoint.encoder is not None:
         return None
     size, whole_tokens_max = checkpoint.config.hidden_size, settings.whole_tokens_max
     if not isinstance(checkpoint, EncoderDirectory):

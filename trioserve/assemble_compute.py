@@ -13,7 +13,8 @@ import trio
 from trioserve.assemble_model import LoadProgress, LoadReport, ModelFiles
 from trioserve.connectors.settings import ConnectorSettings
 from trioserve.contracts.kv_transfer import BlockCopies, KVPages
-from trioserve.contracts.media import AudioEncoder, ImageEncoder
+from trioserve.contracts.media import ImageEncoder
+from trioserve.contracts.prompt import InputEncoder
 from trioserve.contracts.weights import AdapterId, BroadcastWeights, SharedWeights, WeightSource
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterTarget
@@ -72,7 +73,7 @@ class Computing(NamedTuple):
     weights: WeightTarget | str
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
-    audio_encoder: AudioEncoder | None = None
+    row_encoder: InputEncoder | None = None
 
 
 @uninterrupted
@@ -122,7 +123,7 @@ class LocalModel:
                 lambda: compute.run(runner.claim_memory),
                 _weight_target(runner, compute, self._groups, options.max_model_len),
                 image_encoder_of(runner, compute),
-                audio_encoder=_audio_encoder_of(runner, compute),
+                row_encoder=_row_encoder_of(runner, compute),
             )
         finally:
             for made in runners:
@@ -287,9 +288,9 @@ def image_encoder_of(runner: Runner, compute: WorkerThread) -> ImageEncoder | No
     return None if vision is None else ThreadedEncoder(vision.begin, compute)
 
 
-def _audio_encoder_of(runner: Runner, compute: WorkerThread) -> AudioEncoder | None:
-    audio = getattr(runner, "audio", None)
-    return None if audio is None else ThreadedEncoder(audio.begin, compute)
+def _row_encoder_of(runner: Runner, compute: WorkerThread) -> InputEncoder | None:
+    encoder = getattr(runner, "row_encoder", None)
+    return None if encoder is None else ThreadedEncoder(encoder.begin, compute)
 
 
 def copies_of(pages: KVPages, compute: WorkerThread) -> BlockCopies | None:

@@ -251,9 +251,10 @@ class ModelFiles:
     def audio_processing(self) -> AudioProcessing | None:
         """How the model hears. None for a model without an audio encoder."""
         checkpoint = self.checkpoint
-        if checkpoint is None or isinstance(checkpoint, EncoderDirectory) or checkpoint.audio is None:
+        if checkpoint is None or isinstance(checkpoint, EncoderDirectory) or checkpoint.encoder is None:
             return None
-        return checkpoint.audio.processing
+        processing = checkpoint.encoder.processing
+        return processing if isinstance(processing, AudioProcessing) else None
 
     async def read_adapter(self, path: str, is_checked: bool) -> AdapterWeights:
         """Read the files of an adapter for `engine.adapters.Adapters`.

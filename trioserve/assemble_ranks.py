@@ -91,9 +91,9 @@ class RankedModel:
         if isinstance(checkpoint, EncoderDirectory):
             name = "--tensor-parallel-size" if options.tensor_parallel_size > 1 else "--pipeline-parallel-size"
             raise StartupError(f"{name} is set, but an encoder runs in one process: leave it out")
-        if checkpoint.audio is not None:
+        if checkpoint.encoder is not None:
             raise StartupError(
-                "a model that transcribes speech runs in one process: leave out --tensor-parallel-size and "
+                "a model with an encoder runs in one process: leave out --tensor-parallel-size and "
                 "--pipeline-parallel-size"
             )
         stages = stage_configs(checkpoint, options.pipeline_parallel_size)

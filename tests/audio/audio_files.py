@@ -20,7 +20,6 @@ WHISPER = AudioProcessing(
     window_seconds=30,
     frame_count=3000,
     row_count=1500,
-    prompt_positions=1504,
     embedding_size=8,
     tokens_max=448,
     start_id=50_258,

@@ -7,6 +7,7 @@ import pytest
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.media import AudioProcessing, AudioPrompt
+from trioserve.contracts.prompt import ChatPrompt, EncoderInput, Prompt, TextProcessing
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import open_fake_engine
@@ -20,7 +21,6 @@ AUDIO = AudioProcessing(
     window_seconds=1,
     frame_count=100,
     row_count=50,
-    prompt_positions=64,
     embedding_size=8,
     tokens_max=32,
     start_id=258,
@@ -40,10 +40,12 @@ def heard(*token_ids: int, byte_count: int = 1600) -> AudioPrompt:
 
 
 async def test_positions_of_the_sound_come_before_the_tokens() -> None:
-    encoder = PromptEncoder(byte_tokenizer(), InlineTexts(), vocab_size=300, context_tokens_max=96, audio=AUDIO)
+    encoder = PromptEncoder(
+        byte_tokenizer(), InlineTexts(), vocab_size=300, context_tokens_max=96, encoder=AUDIO, block_size=16
+    )
     encoded = await encoder.encode_prompt(heard(258, 263))
     assert encoded.token_ids == [258] * 64 + [258, 263]
-    assert encoded.audio == heard(258, 263)
+    assert encoded.encoder_input == EncoderInput(bytes(1600), bytes(16), 50, 64)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,9 @@ async def test_positions_of_the_sound_come_before_the_tokens() -> None:
 async def test_sound_that_the_model_cannot_take_is_refused(
     prompt: AudioPrompt, error: type[InvalidRequest], words: str
 ) -> None:
-    encoder = PromptEncoder(byte_tokenizer(), InlineTexts(), vocab_size=300, context_tokens_max=96, audio=AUDIO)
+    encoder = PromptEncoder(
+        byte_tokenizer(), InlineTexts(), vocab_size=300, context_tokens_max=96, encoder=AUDIO, block_size=16
+    )
     with pytest.raises(error, match=words):
         await encoder.encode_prompt(prompt)
 
@@ -77,3 +81,20 @@ async def test_text_model_refuses_sound_and_rules_of_speech() -> None:
             async with fake.generate("a", SamplingParams(speech=AUDIO.rules(has_timestamps=True))):
                 pass
         fake.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    "prompt", ["abc", [97, 98, 99], ChatPrompt(messages=[{"role": "user", "content": "a"}], chat_template="abc")]
+)
+async def test_encoder_of_texts_reads_every_kind_of_prompt(prompt: Prompt) -> None:
+    reads = TextProcessing(rows_max=8, tokens_max=32, embedding_size=8, start_ids=(258, 1))
+    encoder = PromptEncoder(
+        byte_tokenizer(), InlineTexts(), vocab_size=300, context_tokens_max=96, encoder=reads, block_size=4
+    )
+    encoded = await encoder.encode_prompt(prompt, add_special_tokens=False)
+    assert encoded.token_ids == [258] * 4 + [258, 1]
+    assert encoded.encoder_input is not None
+    assert encoded.encoder_input.row_count == 3
+    assert await encoder.encode(prompt, add_special_tokens=False) == [97, 98, 99]
+    with pytest.raises(ContextTooLong, match="8 tokens"):
+        await encoder.encode_prompt([1] * 9)

@@ -49,6 +49,12 @@ def tiny_whisper() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def tiny_encoder_decoders() -> ModuleType:
+    """The module tiny_encoder_decoders, with KINDS, write_checkpoint and model_of."""
+    return _neighbour("tiny_encoder_decoders")
+
+
+@pytest.fixture(scope="session")
 def tiny_encoders() -> ModuleType:
     """The module tiny_encoders, with KINDS and write_encoder."""
     return _neighbour("tiny_encoders")

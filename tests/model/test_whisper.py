@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from trioserve.contracts.media import GivenRows
+from trioserve.contracts.prompt import row_positions
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
 
@@ -30,7 +31,7 @@ def whisper(request: Any, tiny_whisper: ModuleType, tmp_path_factory: pytest.Tem
 
 
 def encoded(runner: Any, features: Any) -> Any:
-    encoding = runner.audio.begin(features)
+    encoding = runner.row_encoder.begin(features)
     while not encoding.advance():
         pass
     return encoding.rows
@@ -51,11 +52,12 @@ def test_tokens_and_logprobs_equal_those_of_transformers(
     sizes: tuple[int, ...], whisper: Path, step_driver: ModuleType
 ) -> None:
     runner = step_driver.load_runner(whisper)
-    part = open_checkpoint(whisper).audio
+    part = open_checkpoint(whisper).encoder
     assert part is not None
     processing = part.processing
     shape = (processing.mel_bins, processing.frame_count)
     driver = step_driver.StepDriver(runner)
+    positions = row_positions(processing.row_count, runner.block_size)
     prompts = {
         "one": [
             processing.start_id,
@@ -71,7 +73,7 @@ def test_tokens_and_logprobs_equal_those_of_transformers(
         sounds[name] = np.random.default_rng(seed).normal(0.0, 1.0, shape).astype(np.float32)
         rows = encoded(runner, sounds[name])
         given = GivenRows(0, processing.row_count, bytes([seed] * 16), rows)
-        driver.add(name, [0] * processing.prompt_positions + prompt, ALL_LOGPROBS, given=(given,))
+        driver.add(name, [0] * positions + prompt, ALL_LOGPROBS, given=(given,))
     found: dict[str, list[Any]] = {name: [] for name in prompts}
     step = 0
     while any(len(entries) < 12 for entries in found.values()):
@@ -82,7 +84,7 @@ def test_tokens_and_logprobs_equal_those_of_transformers(
         for name, entry in result.logprobs.items():
             found[name].append(entry)
     for name, prompt in prompts.items():
-        output = driver.tokens[name][processing.prompt_positions + len(prompt) :]
+        output = driver.tokens[name][positions + len(prompt) :]
         wanted = expected_logprobs(whisper, sounds[name], [*prompt, *output])[len(prompt) - 1 :]
         for row, entry in enumerate(found[name]):
             assert output[row] == int(wanted[row].argmax())

@@ -96,7 +96,7 @@ async def test_equal_sound_is_encoded_once_and_its_blocks_are_shared(whisper: Pa
         async with engine.generate(other, GREEDY) as stream:
             async for _ in stream:
                 pass
-        assert stream.cached_token_count == audio.prompt_positions
+        assert stream.cached_token_count == audio.row_count
         assert engine.image_outputs is not None
         assert (engine.image_outputs.query_count, engine.image_outputs.hit_count) == (2, 1)
         assert await said(engine, first) == tokens
@@ -179,7 +179,6 @@ async def test_text_and_too_long_prompts_are_refused(whisper: Path, tiny_whisper
     ("options", "words"),
     [
         ({"tensor_parallel_size": 2}, "runs in one process"),
-        ({"block_size": 48}, "must be a whole number of blocks"),
         ({"cpu_kernels": "native"}, "they do not compute cross attention"),
         ({"max_model_len": 60}, "raise --kv-cache-memory or --max-model-len"),
     ],

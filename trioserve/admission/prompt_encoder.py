@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import operator
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -19,7 +21,15 @@ from trioserve.contracts.arguments import refuse, shown
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.media import AudioProcessing, AudioPrompt
 from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
-from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
+from trioserve.contracts.prompt import (
+    ChatPrompt,
+    Cut,
+    EncoderInput,
+    Processing,
+    Prompt,
+    TextProcessing,
+    row_positions,
+)
 from trioserve.text.control_tokens import ChatText
 from trioserve.text.response_parsers.registry import COMMON_TOOL_FAMILY
 from trioserve.text.templates.chat_template import ChatTemplate
@@ -50,17 +60,18 @@ T = TypeVar("T")
 
 
 class EncodedPrompt(NamedTuple):
-    """Token ids of a prompt, and its images or its sound.
+    """Token ids of a prompt, and its images or what an encoder reads.
 
     Attributes:
-        token_ids: The tokens.
+        token_ids: The tokens. For a model with an encoder, these are one placeholder for each position of the encoder's
+            rows, and the decoder's tokens.
         images: Images in the order of the prompt. Their embeddings are not computed yet.
-        audio: Sound at the start of the prompt, which is not encoded yet. None without sound.
+        encoder_input: Sound or text whose rows are not computed yet. None: the model has no encoder.
     """
 
     token_ids: list[int]
     images: tuple[PromptImage, ...] = ()
-    audio: AudioPrompt | None = None
+    encoder_input: EncoderInput | None = None
 
 
 class PromptEncoder:
@@ -79,7 +90,8 @@ class PromptEncoder:
             common format.
         images: Reads the images of chats. None if the model takes no images.
         media: Fetches images by URL. None if this is not allowed.
-        audio: How the model hears. None if the model takes no sound.
+        encoder: How the model reads sound or text with its encoder. None if the model has none.
+        block_size: Positions of a KV block. Rows of the encoder fill whole blocks.
     """
 
     def __init__(
@@ -92,16 +104,20 @@ class PromptEncoder:
         tool_family: str | None = None,
         images: ImageReader | None = None,
         media: MediaFetcher | None = None,
-        audio: AudioProcessing | None = None,
+        encoder: Processing | None = None,
+        block_size: int = 1,
     ) -> None:
         self._images = images
-        self._audio = audio
+        self._encoder = encoder
+        self._block_size = block_size
         self._media = media
         self._tokenizer = tokenizer
         self._texts = texts
         self._tenant: str | None = None
         self._vocab_size = vocab_size
         self._context_tokens_max = context_tokens_max
+        if isinstance(encoder, TextProcessing):  # Only the encoder reads prompts.
+            self._context_tokens_max = encoder.rows_max
         self._tool_family = tool_family or COMMON_TOOL_FAMILY
 
     def of_tenant(self, tenant: str | None) -> PromptEncoder:
@@ -117,6 +133,8 @@ class PromptEncoder:
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None) -> list[int]:
         """Return the token ids of a prompt. If the caller is cancelled, it returns at once.
 
+        For a model with an encoder of texts, these are the tokens that the encoder reads.
+
         Args:
             prompt: Text, token ids or a chat.
             add_special_tokens: True to add the tokenizer's special tokens to a text.
@@ -126,12 +144,15 @@ class PromptEncoder:
             InvalidRequest: the prompt is not valid.
             ContextTooLong: the prompt cannot fit into the model's context.
         """
-        return (await self.encode_prompt(prompt, add_special_tokens=add_special_tokens, cut=cut)).token_ids
+        encoded = await self.encode_prompt(prompt, add_special_tokens=add_special_tokens, cut=cut)
+        if isinstance(self._encoder, TextProcessing) and encoded.encoder_input is not None:
+            return memoryview(encoded.encoder_input.content).cast("q").tolist()  # type: ignore[arg-type]  # it is bytes
+        return encoded.token_ids
 
     async def encode_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None
     ) -> EncodedPrompt:
-        """Return the token ids, images and sound of a prompt. If the caller is cancelled, it returns at once.
+        """Return the token ids, images and encoder's input of a prompt. If the caller is cancelled, it returns at once.
 
         Only the headers of images are read. Damage after the header is detected later, when the image is decoded.
 
@@ -155,15 +176,36 @@ class PromptEncoder:
                 marked = msgspec.structs.replace(prompt, messages=messages)
                 size = _chat_size(marked) + sum(map(_image_size, sources))
                 return await self.run(lambda: self._encode_with_images(marked, sources, reader), size=size)
-            if cut is None:
-                encode = functools.partial(self._encode_chat, prompt)
-                return EncodedPrompt(await self.run(encode, size=_chat_size(prompt)))
-        return EncodedPrompt(await self._encode_texts(prompt, add_special_tokens=add_special_tokens, cut=cut))
+        if isinstance(prompt, ChatPrompt) and cut is None:
+            token_ids = await self.run(functools.partial(self._encode_chat, prompt), size=_chat_size(prompt))
+        else:
+            token_ids = await self._encode_texts(prompt, add_special_tokens=add_special_tokens, cut=cut)
+        if isinstance(self._encoder, TextProcessing):
+            return self._read_by_encoder(token_ids, self._encoder)
+        return EncodedPrompt(token_ids)
+
+    def _read_by_encoder(self, token_ids: list[int], encoder: TextProcessing) -> EncodedPrompt:
+        """Return the decoder's first tokens after one placeholder for each position of the encoder's rows."""
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty: the encoder needs at least one token", param="prompt")
+        if len(token_ids) > encoder.rows_max:
+            raise ContextTooLong(
+                f"This model's encoder reads {encoder.rows_max} tokens, and the prompt has {len(token_ids)} tokens: "
+                "shorten it",
+                param="prompt",
+            )
+        content = array("q", token_ids).tobytes()
+        return self._with_rows(content, blake2b(content, digest_size=16).digest(), len(token_ids), encoder.start_ids)
+
+    def _with_rows(self, content: object, digest: bytes, row_count: int, token_ids: Sequence[int]) -> EncodedPrompt:
+        positions = row_positions(row_count, self._block_size)
+        read = EncoderInput(content, digest, row_count, positions)
+        return EncodedPrompt([*[token_ids[0]] * positions, *token_ids], encoder_input=read)
 
     def _encode_audio(self, prompt: AudioPrompt) -> EncodedPrompt:
-        """Return the tokens of the decoder after one placeholder for each position of the sound."""
-        audio = self._audio
-        if audio is None:
+        """Return the decoder's tokens after one placeholder for each position of the encoder's rows."""
+        audio = self._encoder
+        if not isinstance(audio, AudioProcessing):
             raise InvalidRequest(NO_AUDIO, param="prompt")
         size, allowed = memoryview(prompt.features).nbytes, 4 * audio.mel_bins * audio.frame_count  # type: ignore[arg-type]
         if size != allowed:
@@ -179,7 +221,7 @@ class PromptEncoder:
                 f"one of response, and the prompt has {len(token_ids)} tokens: shorten it",
                 param="prompt",
             )
-        return EncodedPrompt([audio.start_id] * audio.prompt_positions + token_ids, audio=prompt)
+        return self._with_rows(prompt.features, prompt.digest, audio.row_count, token_ids)
 
     async def _encode_texts(
         self, prompt: str | Sequence[int] | ChatPrompt, *, add_special_tokens: bool, cut: Cut | None

@@ -17,6 +17,7 @@ from trioserve.commands.doctor import Finding, print_findings
 from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
 from trioserve.contracts.extras import install_command
+from trioserve.contracts.media import AudioProcessing
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.model.device import free_host_bytes, has_torch, kv_block_bytes, pick_dtype
 from trioserve.model.diffusion.directory import is_image_model
@@ -310,18 +311,22 @@ class _Checking:
         if most >= 1:
             largest = msgspec.structs.replace(settings, kv_cache_bytes=most * 2**30)
             yield self._fitting("at most", checkpoint, largest, f", with --kv-cache-memory {most}")
-        yield from _texts(path, has_chats=checkpoint.continues_texts and checkpoint.audio is None)
+        yield from _texts(path, has_chats=checkpoint.continues_texts and checkpoint.encoder is None)
         if checkpoint.vision is not None:
             processing = checkpoint.vision.processing
             reason = None if has_torch() else install_command("torch")
             yield Finding("images", "ok" if reason is None else "absent", processing.description, reason)
 
-        if checkpoint.audio is not None:
-            audio = checkpoint.audio.processing
+        if checkpoint.encoder is not None:
+            read = checkpoint.encoder.processing
             reason = None if has_torch() else install_command("torch")
-            languages = f"{len(audio.languages)} languages" if audio.languages else "English only"
-            rows = f"{audio.row_count} rows per {audio.window_seconds} s, {languages}"
-            yield Finding("speech", "ok" if reason is None else "absent", rows, reason)
+            if isinstance(read, AudioProcessing):
+                languages = f"{len(read.languages)} languages" if read.languages else "English only"
+                name, what = "speech", f"{read.row_count} rows per {read.window_seconds} s, {languages}"
+            else:
+                count = read.tokens_max - len(read.start_ids)
+                name, what = "encoder", f"reads {read.rows_max:,} tokens, and the decoder writes {count:,}"
+            yield Finding(name, "ok" if reason is None else "absent", what, reason)
 
     def _fitting(self, name: str, checkpoint: Checkpoint, settings: ModelSettings, option: str = "") -> Finding:
         """Return how many tokens and streams fit into the KV cache, whose size follows from the settings."""

@@ -15,7 +15,6 @@ import msgspec
 from trioserve.contracts.errors import InvalidRequest, StartupError
 
 __all__ = [
-    "AudioEncoder",
     "AudioLimits",
     "AudioProcessing",
     "AudioPrompt",
@@ -225,7 +224,6 @@ class AudioProcessing(msgspec.Struct, frozen=True, kw_only=True):
         window_seconds: Seconds of sound in one prompt. Shorter sound is padded with silence.
         frame_count: Spectra of one window.
         row_count: Rows that the encoder computes for one window.
-        prompt_positions: Positions of a sequence that one window takes. The decoder's tokens follow.
         embedding_size: Numbers in one row.
         tokens_max: Highest number of the decoder's tokens, of prompt and output together.
         start_id: Token that begins the decoder's prompt.
@@ -249,7 +247,6 @@ class AudioProcessing(msgspec.Struct, frozen=True, kw_only=True):
     window_seconds: int
     frame_count: int
     row_count: int
-    prompt_positions: int
     embedding_size: int
     tokens_max: int
     start_id: int
@@ -263,11 +260,6 @@ class AudioProcessing(msgspec.Struct, frozen=True, kw_only=True):
     suppressed_ids: tuple[int, ...] = ()
     begin_suppressed_ids: tuple[int, ...] = ()
     first_timestamp_max: int | None = 50
-
-    @property
-    def window_bytes(self) -> int:
-        """Return the bytes of one window's rows in float32."""
-        return 4 * self.row_count * self.embedding_size
 
     @property
     def timestamp_first_id(self) -> int:
@@ -288,26 +280,6 @@ class AudioProcessing(msgspec.Struct, frozen=True, kw_only=True):
             suppressed_ids=self.suppressed_ids,
             begin_suppressed_ids=self.begin_suppressed_ids,
         )
-
-
-class AudioEncoder(Protocol):
-    """Turns spectra into the rows that a decoder attends to. Its methods are called from the event loop."""
-
-    def encode(self, features: object) -> Coroutine[Any, Any, object]:
-        """Compute the rows of one window, in pieces between which the engine runs steps.
-
-        A cancelled caller returns at once.
-
-        Args:
-            features: See AudioPrompt.
-
-        Returns:
-            Buffer of float32 [row_count, embedding_size].
-
-        Raises:
-            AlreadyEnded: the engine was closed or restarted.
-        """
-        ...
 
 
 class AudioLimits(msgspec.Struct, frozen=True, kw_only=True):

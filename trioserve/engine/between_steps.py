@@ -176,7 +176,7 @@ class Encoding(Protocol):
 
 
 class ThreadedEncoder:
-    """Encodes images or sound in the compute thread. Implements `ImageEncoder` and `AudioEncoder`.
+    """Encodes images, sound or texts in the compute thread. Implements `ImageEncoder` and `InputEncoder`.
 
     An encoding has several parts. Each part is submitted after the previous one has ended, so a waiting step runs
     first.

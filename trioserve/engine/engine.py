@@ -28,10 +28,10 @@ from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.events import FinishReason, HandOverOutcome
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
-from trioserve.contracts.media import AudioEncoder, ImageEncoder
+from trioserve.contracts.media import ImageEncoder
 from trioserve.contracts.page import LiveRequestView
 from trioserve.contracts.pooling import PoolingParams, TextPair
-from trioserve.contracts.prompt import Cut, Prompt
+from trioserve.contracts.prompt import Cut, InputEncoder, Prompt
 from trioserve.contracts.request import KVTransferParams, Retention
 from trioserve.contracts.resume import AbortResult, Resume
 from trioserve.contracts.sampling import ReasoningOutcome, SamplingParams
@@ -95,7 +95,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         when_idle: see `EngineLoop`.
         guides: compiles grammars. None: requests with structured output are refused.
         image_encoder: computes embeddings of images. None: the model reads no images.
-        audio_encoder: computes rows of sound. None: the model hears nothing.
+        row_encoder: computes the rows of an encoder. None: the model has none.
         image_decoder: decodes image files. Required if the model reads images.
         audio_decoder: decodes audio files. None: the model hears nothing.
         media: fetches images by URL. None: URLs are refused.
@@ -128,7 +128,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         when_idle: WhenIdle | None = None,
         guides: GuideFactory | None = None,
         image_encoder: ImageEncoder | None = None,
-        audio_encoder: AudioEncoder | None = None,
+        row_encoder: InputEncoder | None = None,
         image_decoder: ImageDecoder | None = None,
         audio_decoder: AudioDecoder | None = None,
         media: MediaFetcher | None = None,
@@ -168,7 +168,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
                 guard,
                 cache_release,
                 weights,
-                audio_encoder,
+                row_encoder,
             ),
             metrics=metrics,
             settings=settings,

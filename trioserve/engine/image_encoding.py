@@ -1,4 +1,4 @@
-"""Computes the embeddings of a prompt's images or sound before its request joins the core.
+"""Computes the embeddings of a prompt's images, or the rows of its sound or text, before its request joins the core.
 
 Other processes decode a few images at a time. The model encodes one input at a time, between steps. If a request is
 cancelled meanwhile, it ends at once, and its claim on memory is released in the same call.
@@ -16,22 +16,23 @@ import trio
 
 from trioserve.admission.file_decoders import ImageDecoder
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, RequestFailed
-from trioserve.contracts.media import AudioEncoder, AudioProcessing, GivenRows, ImageEncoder
+from trioserve.contracts.media import GivenRows, ImageEncoder
+from trioserve.contracts.prompt import EncoderInput, InputEncoder, Processing
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.registry import Metrics
 from trioserve.vision.families.registry import ImageProcessing
 from trioserve.vision.image_prompt import PromptImage, ReadImage
 
-__all__ = ["AudioEncoding", "ImageEncoding", "InputEncoding", "output_name"]
+__all__ = ["ImageEncoding", "InputEncoding", "RowEncoding", "output_name"]
 
 logger = logging.getLogger(__name__)
 
-AUDIO_OUTPUTS_BYTES_MAX = 256 * 2**20  # Rows of 33 windows of the largest Whisper.
+ROWS_BYTES_MAX = 256 * 2**20  # Rows of 33 windows of the largest Whisper.
 
 
 class InputEncoding(ABC):
-    """Encodes the images or the sound of requests, one input at a time, because encoding uses all processors.
+    """Encodes the images, sound or texts of requests, one input at a time, because encoding uses all processors.
 
     Args:
         bytes_max: limit of the memory for outputs.
@@ -47,7 +48,7 @@ class InputEncoding(ABC):
 
     def __init__(self, bytes_max: int, metrics: Metrics, wait_until_open: Callable[[], Awaitable[None]]) -> None:
         self.outputs = EncoderOutputs(bytes_max)
-        self.encoder: ImageEncoder | AudioEncoder | None = None
+        self.encoder: ImageEncoder | InputEncoder | None = None
         self._wait_until_open = wait_until_open
         self._encoder_turn = trio.Lock()
         # The event of an input is set when its encoding has ended or failed.
@@ -155,40 +156,41 @@ class InputEncoding(ABC):
         self._seen = seen
 
 
-class AudioEncoding(InputEncoding):
-    """Encodes the sound of requests.
+class RowEncoding(InputEncoding):
+    """Encodes the sound or the texts of requests to rows that the decoder attends to.
 
     Args:
-        processing: how the model hears.
+        processing: how the model reads.
         metrics: see InputEncoding.
         wait_until_open: see InputEncoding.
     """
 
-    _what = "sound"
+    _what = "prompt"
 
     def __init__(
-        self, processing: AudioProcessing, metrics: Metrics, wait_until_open: Callable[[], Awaitable[None]]
+        self, processing: Processing, metrics: Metrics, wait_until_open: Callable[[], Awaitable[None]]
     ) -> None:
-        super().__init__(AUDIO_OUTPUTS_BYTES_MAX, metrics, wait_until_open)
-        self._processing = processing
+        super().__init__(ROWS_BYTES_MAX, metrics, wait_until_open)
+        self._row_bytes = 4 * processing.embedding_size
 
     def _sizes(self, request: OpenRequest) -> dict[bytes, int]:
-        assert request.audio is not None, "prepare of a request without sound"
-        return {output_name(request.audio.digest, request.cache_salt): self._processing.window_bytes}
+        read = _encoder_input(request)
+        return {output_name(read.digest, request.cache_salt): read.row_count * self._row_bytes}
 
     async def _encode_all(self, request: OpenRequest) -> None:
-        audio = request.audio
-        assert audio is not None, "prepare of a request without sound"
-
-        name = output_name(audio.digest, request.cache_salt)
-        await self._have_encoded(name, partial(self._encoded, audio.features))
+        read = _encoder_input(request)
+        await self._have_encoded(output_name(read.digest, request.cache_salt), partial(self._encoded, read.content))
 
     def _given(self, request: OpenRequest) -> tuple[GivenRows, ...]:
-        audio = request.audio
-        assert audio is not None, "prepare of a request without sound"
-        values = self.outputs.values(output_name(audio.digest, request.cache_salt))
-        assert values is not None, "the claim keeps the encoded sound"
-        return (GivenRows(0, self._processing.row_count, audio.digest, values),)
+        read = _encoder_input(request)
+        values = self.outputs.values(output_name(read.digest, request.cache_salt))
+        assert values is not None, "the claim keeps the rows"
+        return (GivenRows(0, read.row_count, read.digest, values),)
+
+
+def _encoder_input(request: OpenRequest) -> EncoderInput:
+    assert request.encoder_input is not None, "prepare of a request without input for the encoder"
+    return request.encoder_input
 
 
 class ImageEncoding(InputEncoding):

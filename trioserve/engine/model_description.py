@@ -8,6 +8,7 @@ import msgspec
 
 from trioserve.contracts.media import AudioProcessing
 from trioserve.contracts.pooling import PoolingMethod, PoolingParams
+from trioserve.contracts.prompt import Processing
 from trioserve.vision.families.registry import ImageProcessing
 
 __all__ = ["ModelDescription", "PoolingModel"]
@@ -66,7 +67,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         family: model family of the checkpoint, such as "llama". None: unknown.
         weight_bytes: size of the stored weights. 0: unknown.
         images: image format that the model expects in chats. None: the model reads no images.
-        audio: how the model hears, for a model that transcribes speech. None: the model hears nothing.
+        encoder: how the model reads sound or text with an encoder to whose rows its decoder attends. None: the model
+            has no such encoder.
     """
 
     served_names: tuple[str, ...]
@@ -83,7 +85,12 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     family: str | None = None
     weight_bytes: int = 0
     images: ImageProcessing | None = None
-    audio: AudioProcessing | None = None
+    encoder: Processing | None = None
+
+    @property
+    def audio(self) -> AudioProcessing | None:
+        """How the model hears. None: the model hears nothing."""
+        return self.encoder if isinstance(self.encoder, AudioProcessing) else None
 
     def fingerprint_with(self, adapter_digest: str | None) -> str | None:
         """Return the fingerprint of responses that a model computes with an adapter.

@@ -21,7 +21,7 @@ from trioserve.contracts.media import AudioPrompt, GivenRows
 from trioserve.contracts.output import Delta, join_unread
 from trioserve.contracts.page import LiveRequestView
 from trioserve.contracts.pooling import PoolingInput, PoolingResult
-from trioserve.contracts.prompt import Cut, Prompt
+from trioserve.contracts.prompt import Cut, EncoderInput, Prompt
 from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.resume import Partial, PartialChoice, Resume, digest_of
 from trioserve.contracts.sampling import SamplingParams
@@ -183,7 +183,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.prompt = prompt
         self.prompt_token_ids: tuple[int, ...] = ()
         self.images: tuple[PromptImage, ...] = ()
-        self.audio: AudioPrompt | None = None
+        self.encoder_input: EncoderInput | None = None
+        self._encoder_positions = self._encoder_padding = 0
         self.output_claim: OutputClaim | None = None
         self.given: tuple[GivenRows, ...] = ()
         self._media_names: tuple[bytes, ...] = ()
@@ -227,28 +228,35 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         )
 
     def take_encoded(self, encoded: EncodedPrompt) -> None:
-        """Store the tokens, the images and the sound of the prompt.
+        """Store the tokens, the images and the encoder's input of the prompt.
 
         Args:
             encoded: the prompt.
         """
         self.prompt_token_ids = tuple(encoded.token_ids)
         self.images = encoded.images
-        self.audio = encoded.audio
-        names = [one.image.digest for one in encoded.images]
-        self._media_names = (*names, encoded.audio.digest) if encoded.audio is not None else tuple(names)
+        self._media_names = tuple(one.image.digest for one in encoded.images)
+        self.encoder_input = read = encoded.encoder_input
+        if read is not None:
+            self._media_names = (read.digest,)
+            self._encoder_positions, self._encoder_padding = read.positions, read.positions - read.row_count
 
     def forget_files(self) -> None:
-        """Drop the image files and the sound to save memory, because they are already encoded."""
+        """Drop the image files, and the encoder's sound or text, to save memory, because they are already encoded."""
         self.images = ()
-        self.audio = None
+        self.encoder_input = None
         if isinstance(self.prompt, AudioPrompt):
             self.prompt = msgspec.structs.replace(self.prompt, features=b"")
 
     @property
     def prompt_token_count(self) -> int:
-        """Number of prompt tokens, counted once for all choices."""
-        return len(self.prompt_token_ids)
+        """Number of prompt tokens, counted once for all choices. Each row of an encoder counts."""
+        return len(self.prompt_token_ids) - self._encoder_padding
+
+    @property
+    def decoder_token_count(self) -> int:
+        """Number of prompt tokens after the rows of the encoder."""
+        return len(self.prompt_token_ids) - self._encoder_positions
 
     def prompt_token_count_of(self, choice: Choice) -> int:
         """Return the number of prompt tokens in the sequence of one choice.
@@ -266,7 +274,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             token_count: number of tokens.
         """
         if choice.index == 0:
-            self.cached_token_count = token_count
+            self.cached_token_count = max(0, token_count - self._encoder_padding)
 
     @property
     def completion_token_count(self) -> int:

@@ -13,7 +13,7 @@ from trioserve.contracts.arguments import check_flags, check_texts, is_list, ref
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest, ResumeMismatch
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.contracts.media import AudioPrompt
+from trioserve.contracts.media import AudioProcessing, AudioPrompt
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.request import EngineRequest, KVTransferParams
 from trioserve.contracts.resume import Resume
@@ -175,6 +175,9 @@ class RequestPreparation:
     def _tokens_max(self, request: OpenRequest) -> int:
         """Return the highest number of output tokens of each choice. Raises ContextTooLong."""
         room = self._model.context_tokens_max - len(request.prompt_token_ids)
+        encoder = self._model.encoder
+        if encoder is not None:
+            room = min(room, encoder.tokens_max - request.decoder_token_count)
         if room < 1:
             raise ContextTooLong(
                 f"This model's maximum context length is {self._model.context_tokens_max} tokens, with at least one of "
@@ -183,7 +186,7 @@ class RequestPreparation:
                 param="prompt",
             )
         max_tokens = request.sampling.max_tokens
-        if max_tokens is None or (request.sampling.clamp_max_tokens and max_tokens > room):
+        if max_tokens is None or (max_tokens > room and (request.sampling.clamp_max_tokens or encoder is not None)):
             return room
         return max(1, max_tokens)
 
@@ -219,9 +222,15 @@ class RequestPreparation:
             _, sources = split_images(request.prompt.messages)
             if sources:
                 raise InvalidRequest(f"{sources[0].place} {NO_IMAGES}", param=sources[0].place)
-        audio, hears = self._model.audio, isinstance(request.prompt, AudioPrompt)
+        hears, encoder = isinstance(request.prompt, AudioPrompt), self._model.encoder
+        audio = encoder if isinstance(encoder, AudioProcessing) else None
         if audio is None and hears:
             raise InvalidRequest(NO_AUDIO, param="prompt")
+        if encoder is not None and request.sampling.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs is set, but the encoder that reads the prompt predicts no tokens: leave it out",
+                param="prompt_logprobs",
+            )
         if audio is not None and not hears:
             raise InvalidRequest(
                 f"{self._model.name} transcribes speech, and this is text: send sound to /v1/audio/transcriptions",

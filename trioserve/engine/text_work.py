@@ -16,8 +16,8 @@ from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.text_threads import TextRunner, TextThreads
 from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
-from trioserve.contracts.media import AudioEncoder, ImageEncoder
-from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.media import ImageEncoder
+from trioserve.contracts.prompt import ChatPrompt, InputEncoder
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.stats import EngineStats
@@ -27,7 +27,7 @@ from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_metrics import show_connector
-from trioserve.engine.image_encoding import AudioEncoding, ImageEncoding, InputEncoding
+from trioserve.engine.image_encoding import ImageEncoding, InputEncoding, RowEncoding
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.kv_limit import KvLimit, KvRelease
 from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
@@ -72,7 +72,7 @@ class EngineParts(NamedTuple):
         readers_first: see `EngineLoop`.
         when_idle: see `EngineLoop`.
         image_encoder: computes the embeddings of images in prompts. None: the model reads no images.
-        audio_encoder: computes the rows of sound. None: the model hears nothing.
+        row_encoder: computes the rows of an encoder. None: the model has none.
         guard: waits until one of the computing processes is lost. None: only a failed step can report such a loss.
         cache_release: releases only the KV cache. If this is impossible, a sentence that gives the reason.
         weights: replaces the weights. If this is impossible, a sentence that gives the reason. The object stays the
@@ -88,7 +88,7 @@ class EngineParts(NamedTuple):
     guard: Guard | None = None
     cache_release: KvRelease[EngineParts] | str = "this engine cannot release its KV cache alone"
     weights: WeightTarget | str = "this engine has no weights"
-    audio_encoder: AudioEncoder | None = None
+    row_encoder: InputEncoder | None = None
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]
@@ -135,8 +135,8 @@ class TextWork:
             assert image_decoder is not None, "the model reads images, and there is no decoder for them"
             self._image_reader = ImageReader(model.images, image_decoder.limits)
             self.encoding = ImageEncoding(model.images, image_decoder, metrics, self._wait_until_open)
-        if model.audio is not None:
-            self.encoding = AudioEncoding(model.audio, metrics, self._wait_until_open)
+        if model.encoder is not None:
+            self.encoding = RowEncoding(model.encoder, metrics, self._wait_until_open)
         self.prompts = self.encoder(text_threads, media)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
         self.guides = GuidePreparation(guides, text_threads, metrics)
@@ -163,7 +163,7 @@ class TextWork:
         core, _, connector, *_ = parts
         metrics = self.metrics
         if self.encoding is not None:
-            self.encoding.encoder = parts.audio_encoder if self.model.audio is not None else parts.image_encoder
+            self.encoding.encoder = parts.row_encoder if self.model.encoder is not None else parts.image_encoder
         self._core = core
         self._delivery = Delivery(
             core,
@@ -249,7 +249,7 @@ class TextWork:
             await request.tokenize(prompts)
             if request.resume is not None:
                 await self._take_known(request, request.resume, prompts)
-            if self.encoding is not None and (request.images or request.audio is not None):
+            if self.encoding is not None and (request.images or request.encoder_input is not None):
                 self._preparation.check_room(request)
                 await self._engine.wait_until_admitted()
                 await self.encoding.prepare(request)
@@ -303,7 +303,8 @@ class TextWork:
             tool_family=self.families.tool_family,
             images=self._image_reader,
             media=media,
-            audio=model.audio,
+            encoder=model.encoder,
+            block_size=self._core_settings.block_size,
         )
 
     def _trace(self, request: OpenRequest) -> RequestTrace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from trioserve.model.layers import (
     MakeLinear,
     Norm,
     RankVocabulary,
+    RelativeBiases,
     RotaryAngles,
     Sinks,
     temperature_factors,
@@ -38,7 +40,7 @@ from trioserve.model.mlp import Experts, Mlp, Xielu
 from trioserve.model.model_config import LayerPart, ModelConfig
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
 from trioserve.model.recurrent_layers import DeltaNet, SelectiveScan, ShortConv, StateSpace
-from trioserve.model.step_tensors import EncodedRows, HeadShape, StepTensors
+from trioserve.model.step_tensors import AttentionTensors, DecodeGroup, EncodedRows, HeadShape, PromptPart, StepTensors
 from trioserve.model.streams import LayerStreams, Streams
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
@@ -209,20 +211,20 @@ def _with_padded_values(qkv: Tensor, attention: AttentionConfig) -> Tensor:
 
 
 class _CrossAttention:
-    """Cross attention of one layer with its norm, see ModelConfig.cross. Heads and biases are those of self-attention.
+    """Cross attention of one layer, see ModelConfig.cross. Heads and biases are those of self-attention.
 
     Args:
-        norm: norm of the layer's input.
         linear: makes the projections.
         hidden: size of a row.
         attention: self-attention of the layer.
         kernels: kernels that compute.
+        dtype: number format of the projections.
     """
 
     def __init__(
-        self, norm: Norm, linear: MakeLinear, hidden: int, attention: AttentionConfig, kernels: Kernels
+        self, linear: MakeLinear, hidden: int, attention: AttentionConfig, kernels: Kernels, dtype: torch.dtype
     ) -> None:
-        self._norm, self._attention, self._kernels = norm, attention, kernels
+        self._attention, self._kernels, self._dtype = attention, kernels, dtype
         keys, queries = attention.key_size, attention.query_size
         unbiased = () if attention.has_key_bias else ("cross_k_proj",)
         self._query = linear(hidden, attention.has_bias, cross_q_proj=queries)
@@ -231,27 +233,40 @@ class _CrossAttention:
         self.linears = (self._query, self._key_value, self._output)
 
     def slots(self) -> Iterator[TensorSlot]:
-        for part in (self._norm, *self.linears):
+        for part in self.linears:
             yield from part.slots()
 
     def store(self, encoded: EncodedRows, slots_of_layer: Tensor) -> None:
         """See _Layer.store_encoded."""
-        keys_values = self._key_value(encoded.rows.to(self._norm.weight.dtype))
+        keys_values = self._key_value(encoded.rows.to(self._dtype))
         self._kernels.store_kv_(slots_of_layer, keys_values, encoded.slots)
 
-    def __call__(self, hidden: Tensor, product: Tensor, step: StepTensors, pages: Tensor) -> Tensor:
-        """Add product to hidden in place, and return the result of cross attention, [T, hidden_size].
+    def __call__(self, normed: Tensor, step: StepTensors, pages: Tensor) -> Tensor:
+        """Return the result of cross attention, [T, hidden_size].
 
         Args:
-            hidden: [T, hidden_size].
-            product: [T, hidden_size], result of self-attention.
+            normed: [T, hidden_size], input of cross attention.
             pages: KV buffer of this layer.
         """
         assert step.cross is not None, "the step was made for another model"
-        queries = self._query(self._norm.of_sum(hidden, product))
+        queries = self._query(normed)
         if self._attention.query_factor != 1.0:
             queries.mul_(self._attention.query_factor)
         return self._output(attend(self._kernels, queries, queries, pages, step.cross, self._attention.score_cap))
+
+
+def _biased(
+    tensors: AttentionTensors, relative: RelativeBiases, positions: Tensor, heads: HeadShape
+) -> AttentionTensors:
+    """Return attention tensors whose masks include biases by distance. Attention has neither windows nor a walk."""
+
+    def masks(part: DecodeGroup | PromptPart, key_count: int) -> Tensor:
+        found = relative.masks(positions[part.first : part.end], key_count)
+        return found.view(len(found), heads.kv_head_count, -1, key_count)
+
+    groups = tuple(replace(group, mask=masks(group, group.mask.shape[-1])) for group in tensors.decode_groups)
+    parts = (replace(part, mask=masks(part, part.context).permute(1, 2, 0, 3)) for part in tensors.prompt_parts)
+    return AttentionTensors(groups, tuple(parts))
 
 
 class _Layer:
@@ -324,10 +339,11 @@ class _Layer:
             self._attention = SelectiveScan(name, config, attention, dtype=dtype, device=device)
         else:
             self._attention = StateSpace(name, config, attention, dtype=dtype, device=device)
+        self._cross_norm = norm("cross_norm", config.cross is not None)
         self._cross: _CrossAttention | None = None
-        if cross_norm := norm("cross_norm", config.cross is not None):
+        if config.cross is not None:
             assert isinstance(attention, AttentionConfig), "checked by ModelConfig"
-            self._cross = _CrossAttention(cross_norm, linear, hidden, attention, kernels)
+            self._cross = _CrossAttention(linear, hidden, attention, kernels, dtype)
         self._beside: StateSpace | None = None
         if layer.beside is not None:
             self._beside = StateSpace(name, config, layer.beside, dtype=dtype, device=device)
@@ -404,6 +420,7 @@ class _Layer:
             self._mlp_norm,
             self._mlp_output_norm,
             self._attention,
+            self._cross_norm,
             self._cross,
             self._beside,
             self._laurel,
@@ -427,7 +444,7 @@ class _Layer:
         states: Tensor | None,
         carried: _Carried,
         sums: RankSums,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Compute the layer, and write the step's keys and values or states.
 
         One kernel computes the residual sum and the norm after it. Therefore, a layer does not add its last product to
@@ -445,11 +462,12 @@ class _Layer:
             sums: computes sums over all ranks.
 
         Returns:
-            [T, hidden_size], a product that is not yet added to hidden.
+            [T, hidden_size], a product that is not yet added to hidden. None: every product is added.
         """
         if self._attention is None:
             return self._compute_mlp(_added(hidden, product, self._mlp_norm), hidden, step, carried, sums)
-        normed = _added(hidden, product, self._attention_norm)
+        is_post = self._layer.normalizes_sums
+        normed = _added(hidden, product, None if is_post else self._attention_norm)
         if isinstance(self._attention, _Attention):
             assert angles is not None
             source = self._layer.attention.kv_from if isinstance(self._layer.attention, AttentionConfig) else None
@@ -474,8 +492,14 @@ class _Layer:
         if self._mlp is None:
             return self._scaled(_normed(attended, self._attention_output_norm))
         attended = self._scaled(_normed(attended, self._attention_output_norm))
+        if is_post:
+            _normalize_sum(hidden, attended, self._attention_norm)
+            if self._cross is not None:
+                _normalize_sum(hidden, self._scaled(self._cross(hidden, step, pages)), self._cross_norm)
+            _normalize_sum(hidden, self._compute_mlp(hidden, hidden, step, carried, sums), self._mlp_norm)
+            return None
         if self._cross is not None:
-            attended = self._scaled(self._cross(hidden, attended, step, pages))
+            attended = self._scaled(self._cross(_added(hidden, attended, self._cross_norm), step, pages))
         if self._laurel is None:
             normed = _added(hidden, attended, self._mlp_norm)
         else:
@@ -530,6 +554,11 @@ def _added(hidden: Tensor, product: Tensor | None, norm: Norm | None) -> Tensor:
     if norm is not None:
         return norm.of_sum(hidden, product)
     return hidden if product is None else hidden.add_(product)
+
+
+def _normalize_sum(hidden: Tensor, product: Tensor, norm: Norm | None) -> None:
+    """Replace hidden by the norm of its sum with product."""
+    hidden.copy_(_added(hidden, product, norm))
 
 
 def _normed(product: Tensor, norm: Norm | None) -> Tensor:
@@ -591,10 +620,17 @@ class Decoder:
         self._streams: Streams | None = None
         if config.streams is not None:
             self._streams = Streams(config, config.streams, kernels, dtype=dtype, device=device)
+        self._relative: RelativeBiases | None = None
+        if config.relative is not None:
+            heads = config.heads.head_count
+            self._relative = RelativeBiases(
+                "relative", config.relative, heads, is_causal=True, dtype=dtype, device=device
+            )
         self._norm: Norm | None = None
         self._head: Linear | None = None
-        if config.has_head:
+        if config.has_head and config.has_last_norm:
             self._norm = Norm("norm", config.hidden_size, config, kernels, dtype=dtype, device=device)
+        if config.has_head:
             self._head = Linear(
                 config.hidden_size,
                 {"lm_head": config.vocab_count},
@@ -634,7 +670,7 @@ class Decoder:
             yield from self._embedding.slots(tied=self._head if tied else None)
         if (table := self._positions) is not None:
             yield TensorSlot("positions.weight", tuple(table.shape), table.dtype, table.copy_)
-        for part in (self._embedding_norm, self._streams, *self._layers, self._norm):
+        for part in (self._embedding_norm, self._streams, self._relative, *self._layers, self._norm):
             if part is not None:
                 yield from part.slots()
         for slot in () if self._head is None else self._head.slots():
@@ -683,6 +719,10 @@ class Decoder:
                 layer.store_encoded(step.encoded, pages.flatten(0, 1).flatten(1))
         if not len(hidden):  # The step has only positions before the decoder's first token.
             return hidden
+        if self._relative is not None:
+            relative = self._relative
+            biased = {kind: _biased(one, relative, step.positions, kind[1]) for kind, one in step.attention.items()}
+            step = replace(step, attention=biased)
         places = zip(self._layers, self._kv_layers, memories, strict=True)
         for index, (layer, kv_layer, memory) in enumerate(places):
             if sums.is_over:
@@ -696,7 +736,7 @@ class Decoder:
             layer_angles = None if layer.rotary is None else angles[layer.rotary]
             product = layer(hidden, product, step, layer_angles, pages, slots_of_layer, memory, carried, sums)
             if streams is not None and layer.streams is not None:
-                layer.streams.correct(streams, hidden.add_(product))
+                layer.streams.correct(streams, _added(hidden, product, None))
                 product = None
             if layer.scale is not None:
                 _added(hidden, product, None).mul_(layer.scale)
@@ -720,9 +760,20 @@ class Decoder:
         size = self.config.hidden_size
         return [(rows, values[:, first : first + size]) for first in range(size, values.shape[1], size)]
 
-    def _embedded(self, step: StepTensors, sums: RankSums) -> Tensor:
+    def embeddings(self, token_ids: Tensor) -> Tensor:
+        """Return the rows of the embedding table that this rank has, unscaled.
+
+        Args:
+            token_ids: int64 [n].
+
+        Returns:
+            [n, hidden_size], a copy.
+        """
         assert self._embedding is not None, "another stage has the embedding"
-        hidden = self._embedding(step.token_ids)
+        return self._embedding(token_ids)
+
+    def _embedded(self, step: StepTensors, sums: RankSums) -> Tensor:
+        hidden = self.embeddings(step.token_ids)
         if self._vocabulary is not None:
             sums.add_(hidden)
         if self.config.embedding_scale != 1.0:
@@ -776,5 +827,7 @@ class Decoder:
         Returns:
             [n, hidden_size].
         """
+        if not self.config.has_last_norm:
+            return hidden
         assert self._norm is not None, "another stage has the last norm"
         return self._norm(hidden)

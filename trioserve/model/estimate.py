@@ -27,9 +27,9 @@ from trioserve.model.diffusion.directory import ImageDirectory, is_image_model
 from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint
 from trioserve.model.drafts.draft_model import spare_block_count
 from trioserve.model.loaded_models import check_kv_settings, check_torch
-from trioserve.model.loading.audio_part import audio_shapes
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
+from trioserve.model.loading.encoder_part import encoder_shapes
 from trioserve.model.loading.safetensors import stored_tensors
 from trioserve.model.loading.stored_tensor import FP8_ROWS, STORAGE_BYTES, StoredTensor
 from trioserve.model.model_config import ModelConfig
@@ -155,8 +155,8 @@ def estimate_checkpoint(
     if checkpoint.vision is not None and has_torch():
         values = sum(map(math.prod, checkpoint.vision.config.shapes().values()))
         vision_bytes = values * VALUE_BYTES[pick_vision_dtype(dtype, device)]
-    if checkpoint.audio is not None:
-        values = sum(map(math.prod, audio_shapes(checkpoint.audio.config).values()))
+    if checkpoint.encoder is not None:
+        values = sum(map(math.prod, encoder_shapes(checkpoint.encoder.config).values()))
         vision_bytes = values * VALUE_BYTES[pick_vision_dtype(dtype, device)]
     logit_bytes = settings.sequences_max * config.vocab_size * VALUE_BYTES["float32"]
     draft_bytes, draft_block_bytes = (0, 0) if draft is None else _draft_bytes(draft, dtype)

@@ -86,7 +86,7 @@ def weights_name(checkpoint: Checkpoint) -> str:
         values = [name for name in vision.config.shapes() if name.endswith((".v_proj.weight", ".qkv.weight"))]
         read_whole = {*values[:1], *values[-1:]}
         _add_tensors(vision.tensors(), read_whole, digest)
-    audio = checkpoint.audio
+    audio = checkpoint.encoder
     if audio is not None:
         digest.update(msgspec.json.encode((audio.config, audio.processing), order="sorted"))
         last = audio.config.layer_count - 1

@@ -867,6 +867,8 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
             input of attention, and the norm of its product with both matrices, are added to the result of attention.
             The sum is divided by sqrt(2). 0: there is no such path.
         has_scale: after the layer, the hidden state is multiplied by a number that the checkpoint contains.
+        normalizes_sums: input norms normalize the hidden state after each sum, and not the input of attention and the
+            MLP (post-norm, arXiv 1706.03762).
     """
 
     attention: KVAttention | Recurrent | None
@@ -880,6 +882,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     beside: StateSpaceConfig | None = None
     laurel_rank: int = 0
     has_scale: bool = False
+    normalizes_sums: bool = False
 
     def __post_init__(self) -> None:
         check_positive("residual_multiplier", self.residual_scale)
@@ -895,6 +898,10 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
             assert not self.is_parallel, "a shortcut is added to the result of an MLP"
             assert not self.has_output_norms, "a norm would change the result of a shortcut"
             assert not self.shortcut.has_own_norms, "a shortcut reads the input of the MLP"
+        if self.normalizes_sums:
+            is_plain = self.has_input_norms and not (self.has_output_norms or self.is_parallel or self.laurel_rank)
+            assert is_plain, "each sum has one norm"
+            assert self.mlp is not None, "there are two sums"
         if self.laurel_rank:
             check_count("laurel_rank", self.laurel_rank, DIMENSION_MAX)
             assert self.has_input_norms, "laurel adds the normed input of attention"

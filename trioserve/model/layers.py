@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping
 
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from trioserve.model.layer_config import AttentionConfig, RotaryConfig, Temperature
 from trioserve.model.loading.stored_tensor import FP8_ROWS
-from trioserve.model.model_config import ModelConfig, RankPart
+from trioserve.model.model_config import ModelConfig, RankPart, RelativePositions
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.shares import vocab_runs
 from trioserve.model.rotary import rotary_frequencies
@@ -31,6 +32,7 @@ __all__ = [
     "Linear",
     "MakeLinear",
     "Norm",
+    "RelativeBiases",
     "RotaryAngles",
     "Sinks",
     "temperature_factors",
@@ -509,6 +511,61 @@ class RotaryAngles:
             cos, sin = (torch.from_numpy(function(exact).astype(np.float32)) for function in (np.cos, np.sin))
             return (cos * self._magnitudes).to(self._dtype), (sin * self._signs).to(self._dtype)
         return (angles.cos() * self._magnitudes).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
+
+
+class RelativeBiases:
+    """Biases of attention scores by distance, see RelativePositions.
+
+    Args:
+        name: name of the table of biases, without ".weight".
+        relative: buckets of distances.
+        head_count: number of heads.
+        is_causal: True: a query attends only to keys up to its own. False: half of the buckets are for later keys.
+        dtype: number format of the table.
+        device: device of the table.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        relative: RelativePositions,
+        head_count: int,
+        *,
+        is_causal: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._name, self._relative, self._is_causal = name, relative, is_causal
+        self._table = torch.empty(relative.bucket_count, head_count, dtype=dtype, device=device)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        yield TensorSlot(f"{self._name}.weight", tuple(self._table.shape), self._table.dtype, self._table.copy_)
+
+    def masks(self, positions: Tensor, key_count: int) -> Tensor:
+        """Return masks that add the biases to scores. Keys that a query does not attend to have minus infinity.
+
+        Args:
+            positions: int64 [n], positions of the queries.
+            key_count: number of keys, whose positions count from 0.
+
+        Returns:
+            [n, heads, key_count] in the table's dtype.
+        """
+        distances = positions[:, None] - torch.arange(key_count, device=positions.device)
+        found = self._table[self._buckets(distances)].permute(0, 2, 1)
+        return found.masked_fill(distances[:, None] < 0, -torch.inf) if self._is_causal else found
+
+    def _buckets(self, distances: Tensor) -> Tensor:
+        count = self._relative.bucket_count if self._is_causal else self._relative.bucket_count // 2
+        exact_count = count // 2
+        lengths = distances.clamp(min=0) if self._is_causal else distances.abs()
+        # The steps of the formula are those of the original, because their rounding decides the bucket of a length.
+        logarithms = torch.log(lengths.clamp(min=1).float() / exact_count) / math.log(
+            self._relative.distance_max / exact_count
+        )
+        far = (exact_count + (logarithms * (count - exact_count)).long()).clamp(max=count - 1)
+        buckets = torch.where(lengths < exact_count, lengths, far)
+        return buckets if self._is_causal else buckets + (distances < 0) * count
 
 
 def temperature_factors(positions: Tensor, temperature: Temperature) -> Tensor:

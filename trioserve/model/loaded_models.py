@@ -34,13 +34,13 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 from trioserve_kernels.structs import BLOCK_FORMATS
 
 if TYPE_CHECKING:
-    from trioserve.model.audio_tower import AudioTower
+    from trioserve.model.row_encoder import RowEncoder
     from trioserve.model.vision.tower import VisionTower
 
 __all__ = [
     "check_kv_settings",
     "check_torch",
-    "load_audio",
+    "load_row_encoder",
     "load_draft",
     "load_eagle_head",
     "load_model",
@@ -225,31 +225,32 @@ def load_vision(
     return tower
 
 
-def load_audio(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, device: DeviceType) -> AudioTower | None:
-    """Load the audio encoder of a model. Return None if the model has none.
+def load_row_encoder(checkpoint: Checkpoint, settings: ModelSettings, model: StepModel) -> RowEncoder | None:
+    """Load the encoder to whose rows a model's decoder attends. Return None if the model has none.
 
     Args:
-        checkpoint: model whose audio encoder is loaded.
+        checkpoint: model whose encoder is loaded.
         settings: threads of torch.
-        dtype: number format of the model.
-        device: device of the encoder.
+        model: the decoder.
     """
-    part = checkpoint.audio
+    part = checkpoint.encoder
     if part is None:
         return None
-    torch = torch_now("a model that transcribes speech")
-    from trioserve.model.audio_tower import AudioTower
+    torch = torch_now("a model with an encoder")
+    from trioserve.model.row_encoder import RowEncoder
+    from trioserve.model.torch_step_model import TorchStepModel
 
+    assert isinstance(model, TorchStepModel), "only torch computes cross attention"
     set_torch_threads(settings)
-    own_dtype = pick_vision_dtype(dtype, device)
-    tower = AudioTower(part.config, part.processing, dtype=own_dtype, device=torch.device(device))
+    dtype = pick_vision_dtype(model.dtype, model.device)
+    encoder = RowEncoder(part.config, model.embeddings, dtype=dtype, device=torch.device(model.device))
     fill_slots(
-        (slot.for_values() for slot in tower.slots()),
+        (slot.for_values() for slot in encoder.slots()),
         part.tensors(),
         bytes_total=part.weight_bytes,
         progress=None,
     )
-    return tower
+    return encoder
 
 
 def _make_model(
@@ -315,11 +316,6 @@ def check_kv_settings(config: ModelConfig, settings: ModelSettings) -> None:
         raise StartupError(
             f"kv_cache_dtype is {settings.kv_cache_dtype}, but the model keeps latents, which cannot be stored in 8 "
             "bits: use kv_cache_dtype auto"
-        )
-    if config.first_position % settings.block_size:
-        raise StartupError(
-            f"block_size is {settings.block_size}, but the decoder begins at position {config.first_position}, which "
-            "must be a whole number of blocks: use a block_size that divides it"
         )
     for section in config.sections:
         if section < config.context_tokens_max and section % settings.block_size:

@@ -34,6 +34,7 @@ __all__ = [
     "LayerPart",
     "ModelConfig",
     "RankPart",
+    "RelativePositions",
     "RowFactors",
     "StagePart",
     "StreamsConfig",
@@ -45,6 +46,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 LAYERS_MAX = 1_024
 STREAMS_MAX = 8
 POSITION_FIRST_MAX = 64
+ROWS_STEP = 64  # A multiple of all usual block sizes.
 
 
 class RowFactors(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,19 +112,44 @@ class CrossAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     The rows take the first positions of a sequence. The KV cache has their cross-attention keys and values there. These
     keys and values are projections of the rows in every layer, and the layers change no row. The decoder's tokens
-    follow, and attend to all rows, and to the decoder's tokens up to their own position.
+    begin with the next block, so rows and tokens share no block. A token attends to all rows, and to the decoder's
+    tokens up to its own position. The decoder's own positions count from its first token.
 
     Attributes:
-        row_count: number of rows.
-        first_position: position of the decoder's first token in a sequence. The decoder's own positions count from
-            there. It is a multiple of the block size, so rows and tokens share no block.
+        rows_max: most rows of one sequence.
+        tokens_max: most tokens of the decoder, of prompt and output together.
     """
 
-    row_count: int
-    first_position: int
+    rows_max: int
+    tokens_max: int
 
     def __post_init__(self) -> None:
-        check_count("the encoder's row count", self.row_count, self.first_position)
+        check_count("the encoder's row count", self.rows_max, CONTEXT_TOKENS_MAX)
+        check_count("the decoder's token count", self.tokens_max, CONTEXT_TOKENS_MAX)
+
+    @property
+    def context_tokens_max(self) -> int:
+        """Most positions of a sequence, with rows that fill a usual block."""
+        return -(-self.rows_max // ROWS_STEP) * ROWS_STEP + self.tokens_max
+
+
+class RelativePositions(msgspec.Struct, frozen=True, kw_only=True):
+    """Biases of attention scores by the distance between two tokens (T5, arXiv 1910.10683), in all layers.
+
+    A head has one number for each bucket of distances. Short distances have their own buckets, and longer ones share
+    buckets of logarithmic size.
+
+    Attributes:
+        bucket_count: number of buckets.
+        distance_max: shortest distance of the last bucket.
+    """
+
+    bucket_count: int
+    distance_max: int
+
+    def __post_init__(self) -> None:
+        check_count("relative_attention_num_buckets", self.bucket_count, DIMENSION_MAX, 4)
+        check_count("relative_attention_max_distance", self.distance_max, CONTEXT_TOKENS_MAX, self.bucket_count)
 
 
 class LayerPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +223,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         row_factors: factors that tensors are multiplied with when they are read.
         streams: streams of the hidden state, and inputs of layers. None: the hidden state is one vector, and no layer
             has an input.
+        has_last_norm: the last layer's output is normalized before the head.
+        relative: biases of attention scores by distance. None: there are none.
         cross: rows of an encoder that all layers attend to. None: the model has no encoder.
         part: shard of the model that one rank has. None: the config describes the whole model.
         stage: layers that one stage has. None: the config describes all layers.
@@ -224,6 +253,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype_name: Dtype
     row_factors: tuple[RowFactors, ...] = ()
     streams: StreamsConfig | None = None
+    has_last_norm: bool = True
+    relative: RelativePositions | None = None
     cross: CrossAttention | None = None
     part: RankPart | None = None
     stage: StagePart | None = None
@@ -289,16 +320,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.stage is None or self.stage.has_head
 
     @property
-    def first_position(self) -> int:
-        """Position of the first token that the layers compute. Rows of an encoder take the positions before it."""
-        return 0 if self.cross is None else self.cross.first_position
-
-    @property
     def position_rows(self) -> int:
         """Rows of this stage's table of learned position embeddings. 0: there is no such table."""
         if self.position_first is None or not self.has_embedding:
             return 0
-        return self.position_first + self.context_tokens_max - self.first_position
+        return self.position_first + (self.context_tokens_max if self.cross is None else self.cross.tokens_max)
 
     @property
     def vocab_count(self) -> int:

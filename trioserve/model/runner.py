@@ -10,6 +10,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import VERSION
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, KVPages
+from trioserve.contracts.prompt import row_positions
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.weights import AdapterId
 from trioserve.model.begun_step import BegunStep, ComputableStep, fill_awaited_tokens
@@ -29,11 +30,11 @@ from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, Mtp
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage, make_kv_pages
 from trioserve.model.loaded_models import (
-    load_audio,
     load_draft,
     load_eagle_head,
     load_model,
     load_mtp_head,
+    load_row_encoder,
     load_vision,
 )
 from trioserve.model.loading.checkpoint import Checkpoint
@@ -49,7 +50,7 @@ from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, l
 from trioserve.model.weights import Slot
 
 if TYPE_CHECKING:
-    from trioserve.model.audio_tower import AudioTower
+    from trioserve.model.row_encoder import RowEncoder
     from trioserve.model.vision.tower import VisionTower
 
 __all__ = ["FIXED_BY_IMAGES", "ModelRunner"]
@@ -76,7 +77,8 @@ class ModelRunner:
         settings: settings of the model.
         draft: draft model that proposes tokens after each step. None: no draft tokens.
         vision: encoder that converts images to embedding rows. None: images are not supported.
-        audio: encoder that converts sound to the rows that the decoder attends to. None: the model has no encoder.
+        row_encoder: encoder that converts sound or text to the rows that the decoder attends to. None: the model has no
+            encoder.
         handover: connection to the previous and the next stage, if the model is a stage.
 
     Raises:
@@ -90,12 +92,12 @@ class ModelRunner:
         draft: DraftModel | None = None,
         vision: VisionTower | None = None,
         handover: Handover | None = None,
-        audio: AudioTower | None = None,
+        row_encoder: RowEncoder | None = None,
     ) -> None:
         self._model: StepModel | None = model
         self._draft = draft
         self.vision = vision
-        self.audio = audio
+        self.row_encoder = row_encoder
         self.config: ModelConfig = model.config
         self._previous: BegunStep | None = None  # The step that was begun last.
         self._tapped: dict[RequestId, Any] = {}  # Inputs of the tapped layers in the last step.
@@ -124,7 +126,8 @@ class ModelRunner:
         )
         self.block_count = size.block_count
         """Blocks of the KV cache. Before allocate_kv: the number of blocks that fit."""
-        first = model.config.first_position
+        cross = model.config.cross
+        first = self._first_position = 0 if cross is None else row_positions(cross.rows_max, self.block_size)
         if min(self._context_tokens_max, self.block_count * self.block_size) <= first:
             raise StartupError(
                 f"the encoder's rows take {first} positions of each sequence, but the KV cache has "
@@ -185,8 +188,8 @@ class ModelRunner:
                     )
                 # The vision encoder is loaded before the size of the KV cache is computed, because it needs memory.
                 vision = None if model.config.part else load_vision(checkpoint, settings, model.dtype, model.device)
-                audio = load_audio(checkpoint, settings, model.dtype, model.device)
-                return cls(model, settings, draft_model, vision, handover, audio)
+                row_encoder = load_row_encoder(checkpoint, settings, model)
+                return cls(model, settings, draft_model, vision, handover, row_encoder)
             except BaseException:
                 model.close()
                 raise
@@ -259,7 +262,7 @@ class ModelRunner:
         assert self._model is not None, "why_fixed after close"
         if self.vision is not None:
             return FIXED_BY_IMAGES
-        if self.audio is not None:
+        if self.row_encoder is not None:
             return "the model hears, and encoded sound would remain that of the old weights"
         if any(slot.block_type is not None for slot in self._model.slots()):
             return (
@@ -345,7 +348,7 @@ class ModelRunner:
         tokens = self.step_tokens_max if self._is_alone else min(self.step_tokens_max, STEP_TOKENS_GPU)
         sequences = min(self.max_num_seqs, tokens, PROFILE_STATES if has_states else tokens)
         context = max(self._context_tokens_max - 1, 1)
-        first = self.config.first_position
+        first = self._first_position
         plan = largest_step_plan(tokens, sequences, context, self.config.vocab_size, has_states=has_states, first=first)
         self.block_count = 1  # kv_cache_bytes are then the bytes of one block.
         fitting = (
@@ -451,7 +454,7 @@ class ModelRunner:
         if not self._model.warms_by_shape and (self._draft is None or not self._is_alone):
             self.execute(first_step_plan(*limits[1:], has_states=has_states))
             return
-        for plan in warm_up_plans(*limits, has_states=has_states, first=self.config.first_position):
+        for plan in warm_up_plans(*limits, has_states=has_states, first=self._first_position):
             self.execute(plan)
         if self._model.launches:
             for plan in fused_kernel_plans(*limits):
@@ -486,7 +489,7 @@ class ModelRunner:
         for each in (model, draft):
             if each is not None:
                 each.close()
-        self.vision = self.audio = None
+        self.vision = self.row_encoder = None
 
     @property
     def launches(self) -> bool:

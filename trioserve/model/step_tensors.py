@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from trioserve.contracts.prompt import row_positions
 from trioserve.contracts.step import ScheduledChunk, StateSpan
 from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
 from trioserve.model.model_config import CrossAttention, ModelConfig
@@ -118,8 +120,8 @@ class StepShape:
         walks: the kernels read block tables themselves. They need no masks and no groups.
         flash: flash attention for long prompt chunks by heads, beside kernels that read block tables. These kernels
             compute all other chunks.
-        cross: rows of an encoder at the first positions of each sequence. Only for kernels that do not walk. None: the
-            model has no encoder.
+        cross: rows of an encoder at the first positions of each sequence. A sequence without given rows, as in a
+            warm-up, has the most rows. Only for kernels that do not walk. None: the model has no encoder.
     """
 
     block_size: int
@@ -452,25 +454,44 @@ def _with_encoded(
     The rows of the step are the decoder's tokens. Their positions, and the blocks of self-attention, count from the
     decoder's first token.
     """
-    first, size = cross.first_position, shape.block_size
-    encoded = _encoded_rows(chunks, shape, cross, sending)
-    places = [place for place, chunk in enumerate(chunks) if chunk.start + chunk.row_count > first]
+    size = shape.block_size
+    row_counts = [chunk.request.given[0].count if chunk.request.given else cross.rows_max for chunk in chunks]
+    firsts = [row_positions(count, size) for count in row_counts]
+    encoded = _encoded_rows(chunks, firsts, shape, sending)
+    places = [place for place, chunk in enumerate(chunks) if chunk.start + chunk.row_count > firsts[place]]
     if not places:
         empty = torch.empty(0, dtype=torch.int64, device=shape.device)
         return StepTensors(empty, empty, empty, None, {}, (0,) * len(chunks), encoded=encoded)
-    parts = [_decoder_part(chunks[place], first, size) for place in places]
+    parts = [_decoder_part(chunks[place], firsts[place], size) for place in places]
     step = _decoder_tensors(parts, replace(shape, cross=None), sending)
     first_rows = [0] * len(chunks)
     for place, row in zip(places, step.first_rows, strict=True):
         # Counted from this row, the chunk's last row is the decoder's last row.
-        first_rows[place] = row - max(0, first - chunks[place].start)
-    spans = [
-        _Span(0, parts[at].row_count, chunks[places[at]].block_table[: -(-cross.row_count // size)])
+        first_rows[place] = row - max(0, firsts[place] - chunks[place].start)
+    seen = [
+        _SeenRows(parts[at].row_count, row_counts[places[at]], chunks[places[at]].block_table)
         for at in _row_order(parts)
     ]
-    return replace(
-        step, first_rows=tuple(first_rows), encoded=encoded, cross=_cross_tensors(spans, cross.row_count, shape)
-    )
+    return replace(step, first_rows=tuple(first_rows), encoded=encoded, cross=_cross_tensors(seen, shape))
+
+
+class _SeenRows(NamedTuple):
+    """Rows of an encoder that the decoder's tokens of one chunk attend to.
+
+    Attributes:
+        token_count: tokens of the chunk.
+        row_count: rows of the encoder.
+        block_table: blocks of the sequence, which begin with the blocks of the rows.
+    """
+
+    token_count: int
+    row_count: int
+    block_table: Sequence[int]
+
+    def blocks(self, block_size: int, width: int | None = None) -> list[int]:
+        """Return the blocks of the rows. The last block is repeated up to `width` blocks."""
+        own = [self.block_table[at] for at in range(-(-self.row_count // block_size))]
+        return own if width is None else own + own[-1:] * (width - len(own))
 
 
 def _decoder_part(chunk: ScheduledChunk, first: int, block_size: int) -> ScheduledChunk:
@@ -487,16 +508,18 @@ def _decoder_part(chunk: ScheduledChunk, first: int, block_size: int) -> Schedul
 
 
 def _encoded_rows(
-    chunks: Sequence[ScheduledChunk], shape: StepShape, cross: CrossAttention, sending: Sending
+    chunks: Sequence[ScheduledChunk], ends: Sequence[int], shape: StepShape, sending: Sending
 ) -> EncodedRows | None:
     """Return the encoders' rows of all chunks, and rows of zeros up to the end of their last block.
 
     The zeros give finite keys and values. Masked attention reads these slots, and numbers that are not finite would
     reach its result.
+
+    Args:
+        ends: position of the decoder's first token in each chunk's sequence.
     """
-    end = -(-cross.row_count // shape.block_size) * shape.block_size
     slots, first_rows, count = [], [], 0
-    for chunk in chunks:
+    for chunk, end in zip(chunks, ends, strict=True):
         first_rows.append(count)
         positions = np.arange(chunk.start, min(end, chunk.start + chunk.row_count), dtype=np.int64)
         if positions.size:
@@ -511,31 +534,30 @@ def _encoded_rows(
     return EncodedRows(sending.add(np.concatenate(slots)), sending.add(rows))
 
 
-def _cross_tensors(spans: Sequence[_Span], row_count: int, shape: StepShape) -> AttentionTensors:
+def _cross_tensors(seen: Sequence[_SeenRows], shape: StepShape) -> AttentionTensors:
     """Return tensors with which each row attends to all rows of its encoder.
 
     Args:
-        spans: decoder's rows of each chunk, in the order of the rows, with the blocks of the encoder's rows.
-        row_count: rows of an encoder.
+        seen: the encoder's rows of each chunk, in the order of the step's rows. Chunks of one token are first.
     """
-    width = -(-row_count // shape.block_size)
-    together = max(1, GATHERED_BYTES_MAX[shape.device.type] // (width * shape.block_size * shape.token_kv_bytes))
+    size = shape.block_size
     groups: list[DecodeGroup] = []
     parts: list[PromptPart] = []
-    decodes = [span for span in spans if span.row_count == 1]
+    decodes = [one for one in seen if one.token_count == 1]
+    width = max((-(-one.row_count // size) for one in decodes), default=1)
+    together = max(1, GATHERED_BYTES_MAX[shape.device.type] // (width * size * shape.token_kv_bytes))
     for row in range(0, len(decodes), together):
         group = decodes[row : row + together]
-        table = np.array([span.block_table for span in group], dtype=np.int64)
-        seen = torch.tensor(((0,), (row_count,)), device=shape.device).expand(2, len(group))
-        mask = decode_mask(seen[0], seen[1], width * shape.block_size, shape.dtype)
+        table = np.array([one.blocks(size, width) for one in group], dtype=np.int64)
+        ends = torch.tensor([one.row_count for one in group], device=shape.device)
+        mask = decode_mask(torch.zeros_like(ends), ends, width * size, shape.dtype)
         groups.append(DecodeGroup(row, row + len(group), _tensor(table, shape.device), mask))
     row = len(decodes)
-    for span in spans[len(decodes) :]:
-        mask = torch.zeros(span.row_count, row_count, dtype=shape.dtype, device=shape.device)
-        parts.append(
-            PromptPart(row, row + span.row_count, _tensor(_block_array(span, 0), shape.device), row_count, mask)
-        )
-        row += span.row_count
+    for one in seen[len(decodes) :]:
+        mask = torch.zeros(one.token_count, one.row_count, dtype=shape.dtype, device=shape.device)
+        blocks = _tensor(np.array(one.blocks(size), dtype=np.int64), shape.device)
+        parts.append(PromptPart(row, row + one.token_count, blocks, one.row_count, mask))
+        row += one.token_count
     return AttentionTensors(tuple(groups), tuple(parts))
 
 

@@ -135,6 +135,15 @@ class TorchStepModel:
             cross=config.cross,
         )
 
+    def embeddings(self, token_ids: Tensor) -> Tensor:
+        """Return rows of the embedding table, see `Decoder.embeddings`. Called in the compute thread.
+
+        Args:
+            token_ids: int64 [n].
+        """
+        assert self._model is not None, "embeddings after close"
+        return self._model.embeddings(token_ids)
+
     @property
     def arithmetic(self) -> str:
         place = f"torch {torch.__version__}, {_processor(self._shape.device)}, {self.dtype}{self._formats_kept}"

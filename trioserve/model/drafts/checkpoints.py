@@ -179,7 +179,7 @@ class MtpLayer:
     """
 
     vision = None
-    audio = None
+    encoder = None
     continues_texts = True
     tokenizer_directory = None
     gguf_metadata = None

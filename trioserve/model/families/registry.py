@@ -24,6 +24,7 @@ from trioserve.model.families.deepseek import (
     MINICPM3,
     SARVAM_MLA,
 )
+from trioserve.model.families.encoder_decoders import BART, MBART, MT5, T5, T5_GATED, WHISPER
 from trioserve.model.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
@@ -82,7 +83,6 @@ from trioserve.model.families.remote_code import (
     SARVAM_MOE,
     TELEFLM,
 )
-from trioserve.model.families.whisper import WHISPER
 
 __all__ = [
     "FAMILIES",
@@ -212,6 +212,11 @@ FAMILIES: tuple[Family, ...] = (
     SARVAM_MOE,
     TELEFLM,
     WHISPER,
+    BART,
+    MBART,
+    T5,
+    T5_GATED,
+    MT5,
 )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.audio_part import AudioPart
+from trioserve.model.loading.encoder_part import EncoderPart
 from trioserve.model.loading.fields import one_line
 from trioserve.model.loading.gguf import GgufTensor, read_gguf
 from trioserve.model.loading.gguf_config import (
@@ -99,7 +99,7 @@ class GgufCheckpoint:
         self.gguf_metadata: dict[str, object] | None = file.metadata
         self.continues_texts = True
         self.vision: VisionPart | None = None
-        self.audio: AudioPart | None = None
+        self.encoder: EncoderPart | None = None
         self.sampling_defaults: dict[str, float | int] = sampling_defaults_from(file.metadata)
 
     def tensors(self) -> Iterator[StoredTensor]:
@@ -156,7 +156,7 @@ class Checkpoint(Protocol):
         tokenizer_directory: directory with the tokenizer's files. None if gguf_metadata has the tokenizer.
         gguf_metadata: metadata of a GGUF file. None for other formats.
         vision: image encoder of the model. None if the model has no image encoder, or one that is not supported.
-        audio: audio encoder of the model. None if the model has none.
+        encoder: encoder to whose rows the decoder attends. None if the model has none.
         sampling_defaults: sampling parameters that the model's authors recommend, with the names of SamplingParams.
     """
 
@@ -173,7 +173,7 @@ class Checkpoint(Protocol):
     @property
     def vision(self) -> VisionPart | None: ...
     @property
-    def audio(self) -> AudioPart | None: ...
+    def encoder(self) -> EncoderPart | None: ...
     @property
     def continues_texts(self) -> bool:
         """True if the model has an output head. A model without a head can only compute embeddings of texts."""

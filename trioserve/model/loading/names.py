@@ -394,6 +394,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes["positions.weight"] = (config.position_rows, hidden)
     if config.has_embedding_norm:
         shapes |= dict(_norm_shapes("embed_norm", hidden, config.norm))
+    if config.relative is not None:
+        shapes["relative.weight"] = (config.relative.bucket_count, config.heads.head_count)
     streams = config.streams
     if streams is not None:
         inputs = config.layer_count * streams.input_size
@@ -411,7 +413,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
             shapes[f"layers.{index}.{module}"] = shape
     if streams is not None:
         shapes |= {f"streams.{index}.out_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
-    shapes |= dict(_norm_shapes("norm", hidden, config.norm))
+    if config.has_last_norm:
+        shapes |= dict(_norm_shapes("norm", hidden, config.norm))
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_count, hidden)
     if config.has_head_bias:

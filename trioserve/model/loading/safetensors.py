@@ -17,7 +17,7 @@ from msgspec import structs
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.layer_config import ExpertsConfig
-from trioserve.model.loading.audio_part import ENCODER_PREFIX, AudioPart
+from trioserve.model.loading.encoder_part import EncoderPart, is_encoder_tensor
 from trioserve.model.loading.fields import Fields, check_apart
 from trioserve.model.loading.hf_config import (
     has_head,
@@ -117,11 +117,11 @@ class SafetensorsCheckpoint:
         whole = stored
         if sees_images(config):
             stored = _text_tensors(stored)
-        # The audio encoder's tensors are read by AudioPart. No other family has names with this prefix.
-        stored = {name: tensor for name, tensor in stored.items() if not name.startswith(ENCODER_PREFIX)}
         generation_path = directory / "generation_config.json"
         generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
         described = model_config_from(config, generation_config, dtype_name="float32", context_tokens=context_tokens)
+        if described.cross is not None:
+            stored = {name: tensor for name, tensor in stored.items() if not is_encoder_tensor(name)}
         embedding_name, self._head_name = (
             outside_name(name, described.family, TRANSFORMERS) for name in ("embed.weight", "lm_head.weight")
         )
@@ -144,13 +144,20 @@ class SafetensorsCheckpoint:
         if not self.continues_texts and self._head_name not in stored:
             # Without a head, the embedding replaces it. check_can_generate rejects requests that need logits.
             self.config = structs.replace(self.config, tie_word_embeddings=True)
+        if self.config.cross is not None:
+            bias_name = outside_name("lm_head.bias", self.config.family, TRANSFORMERS)
+            has_bias = self.config.has_head_bias and bias_name in stored
+            is_tied = self.config.tie_word_embeddings
+            if self.config.relative is not None:  # transformers 5 writes true for every T5.
+                is_tied = self._head_name not in stored
+            self.config = structs.replace(self.config, has_head_bias=has_bias, tie_word_embeddings=is_tied)
         self.vision = _vision_part(directory, config, self.config, whole)
         if self.vision is not None:
             self.files = tuple(dict.fromkeys((*self.files, *self.vision.files)))
-        self.audio: AudioPart | None = None
+        self.encoder: EncoderPart | None = None
         if self.config.cross is not None:
-            self.audio = AudioPart(directory, config, self.config, whole)
-            self.files = tuple(dict.fromkeys((*self.files, *self.audio.files)))
+            self.encoder = EncoderPart(directory, config, self.config, whole)
+            self.files = tuple(dict.fromkeys((*self.files, *self.encoder.files)))
         self._matrices = matrices
         self._stored: dict[str, FurtherTensor] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
@@ -196,6 +203,8 @@ class SafetensorsCheckpoint:
             name == self._head_name and self.config.tie_word_embeddings
         ):
             return True
+        if self.config.cross is not None and name.endswith("decoder.embed_tokens.weight"):
+            return True
         # Tensors with a dimension of 0 belong to a shared expert without channels.
         if self._further.has(name) or 0 in self._stored[name].shape:
             return True
@@ -234,9 +243,9 @@ class UnfetchedCheckpoint:
         self.files: tuple[Path, ...] = ()
         self.continues_texts: bool = has_head(config)
         self.vision = _vision_part(directory, config, self.config, None)
-        self.audio: AudioPart | None = None
+        self.encoder: EncoderPart | None = None
         if self.config.cross is not None:
-            self.audio = AudioPart(directory, config, self.config, None)
+            self.encoder = EncoderPart(directory, config, self.config, None)
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory
         self.gguf_metadata: dict[str, object] | None = None

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.model.loading.audio_part import AudioPart
 from trioserve.model.loading.checkpoint import Checkpoint
+from trioserve.model.loading.encoder_part import EncoderPart
 from trioserve.model.loading.gguf import STORAGE_TYPES
 from trioserve.model.loading.stored_tensor import (
     FP8_ROWS,
@@ -60,7 +60,7 @@ class RankCheckpoint:
         self.gguf_metadata: Mapping[str, object] | None = checkpoint.gguf_metadata
         self.continues_texts: bool = checkpoint.continues_texts
         self.vision: VisionPart | None = checkpoint.vision
-        self.audio: AudioPart | None = None  # Models with an encoder are not divided.
+        self.encoder: EncoderPart | None = None  # Models with an encoder are not divided.
         self.sampling_defaults: Mapping[str, float | int] = checkpoint.sampling_defaults
 
     @property

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from trioserve.contracts.errors import StartupError
 from trioserve.model.layer_config import AttentionConfig, LayerConfig
-from trioserve.model.loading.audio_part import AudioPart
 from trioserve.model.loading.checkpoint import Checkpoint
+from trioserve.model.loading.encoder_part import EncoderPart
 from trioserve.model.loading.stored_tensor import AdapterWeights, StoredTensor
 from trioserve.model.model_config import ModelConfig, StagePart
 from trioserve.model.number_formats import Float32Array
@@ -100,7 +100,7 @@ class StageCheckpoint:
         self.gguf_metadata: Mapping[str, object] | None = checkpoint.gguf_metadata
         self.continues_texts: bool = checkpoint.continues_texts
         self.vision: VisionPart | None = checkpoint.vision
-        self.audio: AudioPart | None = None  # Models with an encoder are not divided.
+        self.encoder: EncoderPart | None = None  # Models with an encoder are not divided.
         if self.vision is not None:
             _check_deep_layers(self.vision.processing.embedding_size // self.config.hidden_size - 1, runs[0][1])
         self.sampling_defaults: Mapping[str, float | int] = checkpoint.sampling_defaults
