@@ -15,6 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.caller import AccessRules, ApiKeys, CallerKind
 from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.http.exchange import Headers
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_router import open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
@@ -236,7 +237,7 @@ async def test_a_router_sends_endpoints_tenant_names_that_reveal_no_key(autojump
     assert len(set(seen)) == 5
     assert seen[-1] == "green"
     keys = ApiKeys(KEYS, admin_key=ADMIN)
-    assert not {keys.caller(f"Bearer {key}").owner for key in KEYS} & set(seen)
+    assert not {keys.caller(Headers([("authorization", f"Bearer {key}")])).owner for key in KEYS} & set(seen)
 
 
 @BOTH
@@ -274,21 +275,24 @@ def test_rule_that_needs_a_missing_key_fails_at_the_server_start(options, named)
 
 def test_a_key_of_two_kinds_has_the_more_trusted_kind():
     keys = ApiKeys(("same", "other"), rules=AccessRules(gateway_api_keys=("same",)))
-    assert keys.caller("Bearer same").kind is CallerKind.GATEWAY
-    assert keys.caller("Bearer other").kind is CallerKind.ORDINARY
+    assert keys.caller(Headers([("authorization", "Bearer same")])).kind is CallerKind.GATEWAY
+    assert keys.caller(Headers([("authorization", "Bearer other")])).kind is CallerKind.ORDINARY
 
 
 def test_cache_salt_of_an_api_key_hides_the_key_and_is_equal_on_every_server():
     salts = set()
     for own in (None, "s", "\udc00"):
-        one, other = (ApiKeys(KEYS).caller("Bearer alice-key").cache_salt(own, "ignored") for _ in range(2))
+        one, other = (
+            ApiKeys(KEYS).caller(Headers([("authorization", "Bearer alice-key")])).cache_salt(own, "ignored")
+            for _ in range(2)
+        )
         assert one == other
         assert one is not None
         assert len(one) == 32
         salts.add(one)
     assert len(salts) == 3
     with pytest.raises(InvalidRequest):
-        ApiKeys(KEYS).caller("Bearer alice-key").cache_salt("", None)
+        ApiKeys(KEYS).caller(Headers([("authorization", "Bearer alice-key")])).cache_salt("", None)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])

@@ -20,9 +20,8 @@ from trioserve.api.responder import (
     HttpCounts,
     Outcome,
     Responder,
-    begin_request,
+    current_request,
     end_line,
-    end_request,
     request_id_from,
     tenant_shown,
 )
@@ -121,8 +120,6 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         self._tracer = tracer
         self._logs_requests = logs_requests
         self._keys = keys
-        # The header fields and the caller of the newest request that the connection checked.
-        self._latest: tuple[Headers, Caller] | None = None
         rules = keys.rules
         self._gate = (
             None
@@ -187,12 +184,13 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         """
         exchange = context.exchange
         route = self.table.find(exchange.path)
-        self._counts.begin()
+        self._counts.open_count += 1
         began_at = trio.current_time()
         if route is not None and self._tracer is not NO_TRACER and not route.is_polled:
             context.span = self._begin_span(exchange, route)
-        token = begin_request(context)
-        heartbeat = context.begin_heartbeat()
+        token = current_request.set(context)
+        heartbeat_asked = exchange.headers.get(HEARTBEAT_HEADER)
+        heartbeat = None if heartbeat_asked is None else context.begin_heartbeat(heartbeat_asked)
         try:
             may_send_early = route is not None and not is_own and self._keys.rules.keep_alive_json
             if begin is not None:
@@ -214,7 +212,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
                 self._log_end(context, level, seconds=seconds)
             if context.span is not NO_SPAN:
                 self._end_span(context)
-            end_request(token)
+            current_request.reset(token)
 
     def _begin_span(self, exchange: Exchange, route: Route[ContextType]) -> Span:
         headers = exchange.headers
@@ -246,23 +244,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     @property
     def knows_caller(self) -> Callable[[Headers], bool] | None:
         """Function that returns True if the headers have a valid API key. None if the server has no API keys."""
-        return self._has_key if self._keys.are_set else None
-
-    def _has_key(self, headers: Headers) -> bool:
-        try:
-            self._latest = headers, self._caller(headers)
-        except Refusal:
-            return False
-        return True
-
-    def _caller(self, headers: Headers) -> Caller:
-        """Find the caller of a request. If the connection has just checked the same headers, reuse the result of that
-        check.
-        """
-        latest, self._latest = self._latest, None
-        if latest is not None and latest[0] is headers:
-            return latest[1]
-        return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+        return self._keys.knows if self._keys.are_set else None
 
     def note_preflight(self, exchange: Exchange, status: int) -> None:
         """Count and log the response to a CORS preflight, which CrossOrigin sent without calling this app.
@@ -319,7 +301,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         is_admins = route is not None and route.path == METRICS_PATH and rules.metrics_need_key
         is_closed = is_admins or (route is not None and route.path == LOAD_PATH and rules.load_needs_key)
         if not is_own and (route is None or route.needs_key or is_closed):
-            context.caller = self._caller(headers)
+            context.caller = self._keys.caller(headers)
         if route is None:
             raise self.not_found(exchange.path)
         if is_admins:

@@ -15,9 +15,10 @@ from hashlib import blake2b
 
 import msgspec
 
-from trioserve.api.error_responses import refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.http.exchange import Headers
 from trioserve.http.limits import KEEP_ALIVE_SECONDS, RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX
 
 __all__ = [
@@ -252,6 +253,7 @@ class ApiKeys:
     ) -> None:
         self.rules = rules or AccessRules()
         self._callers: dict[bytes, Caller] = {}
+        self._latest: tuple[Headers, Caller] | None = None  # Newest request that `knows` has checked.
         for kind, given in ((CallerKind.ORDINARY, keys), (CallerKind.GATEWAY, self.rules.gateway_api_keys)):
             for key in given:
                 self._add(key, kind)
@@ -271,18 +273,33 @@ class ApiKeys:
         """True if there are keys, which identify the callers."""
         return bool(self._callers)
 
-    def caller(self, authorization: str | None, own_header: str | None = None) -> Caller:
-        """Find the caller for the headers of a request. If both headers have a valid key, Authorization counts.
+    def knows(self, headers: Headers) -> bool:
+        """Return True if a request has a valid key. The next call of `caller` for the same request finds this result.
 
         Args:
-            authorization: value of the header Authorization. None: not sent.
-            own_header: value of the header X-Api-Key. None: not sent.
+            headers: header fields of the request.
+        """
+        try:
+            self._latest = headers, self.caller(headers)
+        except Refusal:
+            return False
+        return True
+
+    def caller(self, headers: Headers) -> Caller:
+        """Find the caller of a request. If both Authorization and X-Api-Key have a valid key, Authorization counts.
+
+        Args:
+            headers: header fields of the request.
 
         Raises:
             Refusal: there are keys, and the request has none of them (401).
         """
         if not self._callers:
             return self._nobody
+        latest, self._latest = self._latest, None
+        if latest is not None and latest[0] is headers:
+            return latest[1]
+        authorization, own_header = headers.get("authorization"), headers.get("x-api-key")
         scheme, _, token = (authorization or "").partition(" ")
         by_token = self._known(token if scheme.lower() == "bearer" else "")
         by_header = self._known(own_header or "")

@@ -82,18 +82,18 @@ class Heartbeat:
             self._wait()
 
     @classmethod
-    def of(cls, exchange: Exchange, engine: BeatingEngine) -> Heartbeat | None:
+    def begin(cls, exchange: Exchange, engine: BeatingEngine, asked: str) -> Heartbeat | None:
         """Begin the heartbeats that a request asks for.
 
         Args:
             exchange: the HTTP exchange of the request.
             engine: the engine whose alarms send the heartbeats.
+            asked: value of the request's header HEARTBEAT_HEADER.
 
         Returns:
-            The heartbeats, or None if the request asks for none or its header is malformed.
+            The heartbeats, or None if the header is malformed.
         """
-        asked = exchange.headers.get(HEARTBEAT_HEADER)
-        match = None if asked is None else _ASKED.fullmatch(asked)
+        match = _ASKED.fullmatch(asked)
         if match is None or not SECONDS_MIN <= float(match[1]) <= SECONDS_MAX:
             return None
         return cls(exchange, engine, float(match[1]), now=match[2] is not None)

@@ -166,22 +166,13 @@ class EngineServices:
 class EngineContext(Responder):
     """Context of one request to a server with an engine of any kind.
 
-    Args:
-        exchange: the HTTP exchange of the request.
-        services: parts of the server, shared by all requests.
-
     Attributes:
         priority_least: lower bound for the priority number of the engine requests. A lower number runs sooner.
     """
 
     engine: ServedEngine
-
     services: EngineServices
-
-    def __init__(self, exchange: Exchange, services: EngineServices) -> None:
-        super().__init__(exchange, services.clock_and_ids)
-        self.services = services
-        self.priority_least = PRIORITY_MIN
+    priority_least = PRIORITY_MIN
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pause the engine.
@@ -254,8 +245,8 @@ class EngineContext(Responder):
         """Tenant that the request's header names. The caller decides whether the name counts."""
         return self.exchange.headers.get(self.services.tenant_header)
 
-    def begin_heartbeat(self) -> Heartbeat | None:
-        return Heartbeat.of(self.exchange, self.engine)
+    def begin_heartbeat(self, asked: str) -> Heartbeat | None:
+        return Heartbeat.begin(self.exchange, self.engine, asked)
 
     @property
     def keep_alive(self) -> KeepAlive:
@@ -452,9 +443,10 @@ class RequestContext(EngineContext):
             tokens_max=self.engine.model.context_tokens_max,
             default_tokens_max=self.engine.default_sampling.max_tokens,
         )
-        named_tenant = self.named_tenant
-        self.caller.check_priority(body.priority)
-        tenant, owner = self.caller.tenant(named_tenant), self.owner
+        named_tenant, owner = self.named_tenant, self.caller.owner
+        if body.priority is not None:
+            self.caller.check_priority(body.priority)
+        tenant = self.caller.tenant(named_tenant)
         named = session_name(self.exchange.headers, body, identity=tenant, owner=owner)
         if self.session is not None and named is not None and named.retention is not None:
             self.session.retain(named.retention)

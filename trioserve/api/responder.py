@@ -11,8 +11,8 @@ import enum
 import json
 import re
 from collections.abc import Mapping
-from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import trio
@@ -41,9 +41,8 @@ __all__ = [
     "HttpCounts",
     "Outcome",
     "Responder",
-    "begin_request",
+    "current_request",
     "end_line",
-    "end_request",
     "outcome_of_error",
     "request_fields",
     "request_id_from",
@@ -114,19 +113,18 @@ class HttpCounts:
 
     Args:
         metrics: metrics of the server.
+
+    Attributes:
+        open_count: requests whose handler runs. The app adds each one, and `end` subtracts it.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._open_count = self._open_shown = 0
+        self.open_count = self._open_shown = 0
         # The counts since the last scrape, by route, method, status and is_left_out.
         self._counts: dict[tuple[str | None, str, int | None, bool], int] = {}
         self._seconds: dict[tuple[str | None, str], PlainHistogram] = {}
         metrics.on_scrape(self._show)
-
-    def begin(self) -> None:
-        """Count a request whose handler starts."""
-        self._open_count += 1
 
     def end(self, route: str | None, method: str, status: int | None, seconds: float, *, is_left_out: bool) -> None:
         """Count the end of a request.
@@ -139,7 +137,7 @@ class HttpCounts:
             is_left_out: True: machines poll the route, or the server sent the request. It is left out of the metrics by
                 handler.
         """
-        self._open_count -= 1
+        self.open_count -= 1
         method = self.note(route, method, status, is_left_out=is_left_out)
         if is_left_out:
             return
@@ -169,8 +167,8 @@ class HttpCounts:
 
     def _show(self) -> None:
         metrics = self._metrics
-        metrics.streams_open.inc(self._open_count - self._open_shown)
-        self._open_shown = self._open_count
+        metrics.streams_open.inc(self.open_count - self._open_shown)
+        self._open_shown = self.open_count
         for (route, method, status, is_left_out), count in self._counts.items():
             metrics.http_requests_total.labels(route or OTHER_PATH, str(status or LEFT)).inc(count)
             if not is_left_out:
@@ -183,6 +181,13 @@ TENANT_HEADER = "x-tenant-id"
 REQUEST_ID_CHARACTERS_MAX = 128  # The length is limited, because headers, log lines and every event repeat the id.
 
 
+class HasClock(Protocol):
+    """Parts of a server that every request needs: the time of day, and new ids."""
+
+    @property
+    def clock_and_ids(self) -> ClockAndIds: ...
+
+
 class Responder:
     """Sends the only response to one request.
 
@@ -190,7 +195,7 @@ class Responder:
 
     Args:
         exchange: the HTTP exchange of the request.
-        clock_and_ids: the time of day, and new ids.
+        services: parts of the server, shared by all requests.
 
     Attributes:
         request_id: the id that the client sent, or a new id. The head of the response repeats the id.
@@ -203,10 +208,11 @@ class Responder:
         ignored_fields: fields of the body that no handler reads. The head of the response lists them.
     """
 
-    def __init__(self, exchange: Exchange, clock_and_ids: ClockAndIds) -> None:
+    def __init__(self, exchange: Exchange, services: HasClock) -> None:
         self.exchange = exchange
-        self.request_id = clock_and_ids.new_request_id()
-        self.clock_and_ids = clock_and_ids
+        self.services = services
+        self.clock_and_ids = services.clock_and_ids
+        self.request_id = services.clock_and_ids.new_request_id()
         self.status: int | None = None
         self.caller: Caller = ANYBODY
         self.surface: Surface = OPENAI
@@ -226,11 +232,14 @@ class Responder:
         """Owner of the requests that this caller may see and abort. None: the caller sees all requests."""
         return self.caller.owner
 
-    def begin_heartbeat(self) -> Heartbeat | None:
-        """Begin to send heartbeats within the response, if the request asks for them.
+    def begin_heartbeat(self, asked: str) -> Heartbeat | None:
+        """Begin to send heartbeats within the response.
+
+        Args:
+            asked: value of the request's header HEARTBEAT_HEADER.
 
         Returns:
-            The heartbeats, which the caller must end with `end`, or None if the request asks for none.
+            The heartbeats, which the caller must end with `end`, or None if the server sends none.
         """
         return None
 
@@ -390,15 +399,8 @@ def request_id_from(value: str) -> str:
 
 TENANT_CHARACTERS_MAX = 64  # The length is limited, because clients choose the name if there are no API keys.
 
-_request: ContextVar[Responder | None] = ContextVar("request", default=None)
-
-
-def begin_request(request: Responder) -> Token[Responder | None]:
-    return _request.set(request)
-
-
-def end_request(token: Token[Responder | None]) -> None:
-    _request.reset(token)
+current_request: ContextVar[Responder | None] = ContextVar("request", default=None)
+"""Request that this task serves."""
 
 
 def tenant_shown(request: Responder) -> str | None:
@@ -416,7 +418,7 @@ def tenant_shown(request: Responder) -> str | None:
 
 def request_fields() -> dict[str, str]:
     """Return request id, tenant and trace id of the request that this task serves, without unknown ones."""
-    request = _request.get()
+    request = current_request.get()
     if request is None:
         return {}
     fields = {"request": request.request_id, "tenant": tenant_shown(request), "trace": request.span.trace_id}

@@ -33,16 +33,17 @@ from trioserve.api.page.page import (
     PageSettings,
     is_of_page,
 )
-from trioserve.api.request_context import RequestServices, RoutersHeard
+from trioserve.api.request_context import RoutersHeard
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.responses import handlers as responses
 from trioserve.api.responses.background import BackgroundResponses
 from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.responses.connection_turn import connection_turns, turn_headers
 from trioserve.api.route_table import Handler, Operation, RouteTable
-from trioserve.api.server_context import ServerContext, ServerServices
+from trioserve.api.server_context import AppServices, ServerContext, ServerServices
 from trioserve.api.sse import encode
 from trioserve.api.streams import handlers as stream_handlers
+from trioserve.api.streams.cursors import DETACH_HEADER, KEEP_HEADER
 from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams, StreamRequest
 from trioserve.api.whole_response import ResponseBudget
 from trioserve.contracts.request import PRIORITY_MAX
@@ -212,17 +213,7 @@ class App(BaseApp[ServerContext]):
         self.detached = DetachedStreams(detaching or DetachSettings())
         self.router_streams = RouterStreams(router_grace or ROUTER_GRACE)
         self.page = Page(lambda: engine.live_feed, page, metrics_need_key=rules.metrics_need_key)
-        self._services = RequestServices(
-            engine=engine,
-            clock_and_ids=clock_and_ids or ClockAndIds(),
-            rules=rules,
-            routers_heard=RoutersHeard(trio.current_time),
-            tenant_header=tenant_header.lower(),
-            trust_chat_template=trust_request_chat_template,
-            store=store,
-            responses=self.responses,
-        )
-        self.server = ServerServices(
+        server = ServerServices(
             background=self.background,
             connections=self.connections,
             batches=self.batches,
@@ -231,6 +222,17 @@ class App(BaseApp[ServerContext]):
             router_streams=self.router_streams,
             uploads=FairSlots(UPLOADS_MAX, what="uploads"),
             page=self.page,
+        )
+        self.services = AppServices(
+            engine=engine,
+            clock_and_ids=clock_and_ids or ClockAndIds(),
+            rules=rules,
+            routers_heard=RoutersHeard(trio.current_time),
+            tenant_header=tenant_header.lower(),
+            trust_chat_template=trust_request_chat_template,
+            store=store,
+            responses=self.responses,
+            server=server,
         )
         show_stored(engine.metrics, store, self.background, self.connections.memory, self.detached, self.router_streams)
 
@@ -276,6 +278,9 @@ class App(BaseApp[ServerContext]):
         await self.router_streams.wait_until_idle()
 
     def operate(self, context: ServerContext, handler: Handler[ServerContext]) -> Awaitable[None]:
+        headers = context.exchange.headers
+        if headers.get(DETACH_HEADER) is None and headers.get(KEEP_HEADER) is None:
+            return handler(context)
         # If both the client and its router ask to keep the stream, the client's request counts.
         for streams in (self.detached, self.router_streams):
             stream_request = streams.requested_stream(context)
@@ -306,7 +311,7 @@ class App(BaseApp[ServerContext]):
         )
 
     def new_context(self, exchange: Exchange) -> ServerContext:
-        return ServerContext(exchange, self._services, self.server)
+        return ServerContext(exchange, self.services)
 
     async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:
         """Serve a request that the server makes in a caller's name. The request has the lowest priority."""

@@ -10,10 +10,9 @@ from trioserve.api.request_context import RequestContext, RequestServices
 from trioserve.api.responses.background import BackgroundResponses
 from trioserve.api.responses.connection import ResponseConnections
 from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams
-from trioserve.http.exchange import Exchange
 from trioserve.trio_tools.fair_slots import FairSlots
 
-__all__ = ["ServerContext", "ServerServices"]
+__all__ = ["AppServices", "ServerContext", "ServerServices"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +40,22 @@ class ServerServices:
     page: Page
 
 
-class ServerContext(RequestContext):
-    """Context of a request, with the parts of the server that outlive the request. Route handlers get this context.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppServices(RequestServices):
+    """All parts of a server that its handlers use.
 
-    Args:
-        exchange: the HTTP exchange of the request.
-        services: parts that a request for the engine needs.
+    Attributes:
         server: parts that outlive the request.
     """
 
-    def __init__(self, exchange: Exchange, services: RequestServices, server: ServerServices) -> None:
-        super().__init__(exchange, services)
-        self.server = server
+    server: ServerServices
+
+
+class ServerContext(RequestContext):
+    """Context of a request, with the parts of the server that outlive the request. Route handlers get this context."""
+
+    services: AppServices
+
+    @property
+    def server(self) -> ServerServices:
+        return self.services.server

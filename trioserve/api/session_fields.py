@@ -96,17 +96,16 @@ def session_name(headers: Headers, body: NamesSession, *, identity: str, owner: 
     )
 
 
-def check_cache_key(key: str | None) -> None:
+def check_cache_key(key: str) -> None:
     """Check the length of `prompt_cache_key`.
 
     Args:
-        key: value of the field. None: not sent.
+        key: value of the field.
 
     Raises:
         InvalidRequest: the key is too long.
     """
-    if key is not None:
-        _check_length("prompt_cache_key", key)
+    _check_length("prompt_cache_key", key)
 
 
 def _check_length(param: str, name: str) -> None:

@@ -261,4 +261,4 @@ def surface_of(exchange: Exchange) -> Surface:
         return OLLAMA
     if path.startswith(MESSAGES_PATH) and path[len(MESSAGES_PATH) :][:1] in ("", "/"):
         return ANTHROPIC
-    return ANTHROPIC if VERSION_HEADER in exchange.headers else OPENAI
+    return OPENAI if exchange.headers.get(VERSION_HEADER) is None else ANTHROPIC

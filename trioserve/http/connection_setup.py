@@ -70,7 +70,7 @@ class ExchangeSlots:
 
     def __init__(self, limits: FrontendLimits, tally: Tally, knows_caller: KnowsCaller | None) -> None:
         self._tally = tally
-        self._knows_caller = knows_caller
+        self.knows_caller = knows_caller
         self._open_max = limits.exchanges_max
         self._unknown_max = max(1, int(limits.exchanges_max * limits.unknown_exchanges_share_max))
         # If True, new exchanges are late, and the exit of the server does not wait for late exchanges.
@@ -85,23 +85,18 @@ class ExchangeSlots:
     @property
     def treats_callers_equally(self) -> bool:
         """True if the server requires no keys."""
-        return self._knows_caller is None
+        return self.knows_caller is None
 
-    def knows(self, headers: Headers) -> bool:
-        return self._knows_caller is None or self._knows_caller(headers)
-
-    def websocket_caller(self, head: RequestHead, *, is_known: bool) -> str | None:
-        """Return the caller to whom a websocket counts, or None if the request opens none.
+    def websocket_caller(self, head: RequestHead, *, is_known: bool) -> str:
+        """Return the caller to whom a websocket counts.
 
         Args:
-            head: the head of the request.
+            head: the head of the request, which opens a websocket.
             is_known: True if the caller has shown an API key, or the server requires none.
 
         Returns:
             A digest of the API key, or the client's address. It is empty for a connection without an address.
         """
-        if not head.is_websocket:
-            return None
         if is_known and not self.treats_callers_equally:
             key = head.headers.get("authorization") or head.headers.get("x-api-key") or ""
             return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -156,10 +156,11 @@ class RouterContext(Responder):
         priority_least: Lower bound for the priority number. A lower number runs sooner.
     """
 
+    services: RouterServices
+    priority_least = PRIORITY_MIN
+
     def __init__(self, exchange: Exchange, services: RouterServices) -> None:
-        super().__init__(exchange, services.clock_and_ids)
-        self.services = services
-        self.priority_least = PRIORITY_MIN
+        super().__init__(exchange, services)
         self.endpoint_path: str | None = None
         self.endpoint: EndpointId | None = None
         self.preferred: EndpointId | None = None

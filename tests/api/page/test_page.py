@@ -352,7 +352,9 @@ async def test_expensive_page_events_are_sent_less_often(autojump_clock):
     async with open_memory_server(step_seconds=0.05) as server:
         settings = PageSettings(history_seconds=0)
         page = Page(lambda: server.engine.live_feed, settings, cpu_clock=lambda: next(seconds))
-        server.app.server = dataclasses.replace(server.app.server, page=page)
+        services = server.app.services
+        parts = dataclasses.replace(services.server, page=page)
+        server.app.services = dataclasses.replace(services, server=parts)
         async with server.client().ask(PATH) as response:
             await response.head()
             async with trio.open_nursery() as nursery:

@@ -430,7 +430,7 @@ def _turn_request(context: RequestContext, body: ChatBody) -> TurnRequest:
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
         priority=body.priority,
         cache_salt=body.cache_salt,
-        cache_key=body.session_key,
+        cache_key=body.prompt_cache_key,
         retention_seconds=body.retention_seconds,
         deadlines=deadlines_of(body, context.exchange.headers),
         kv_transfer_params=body.kv_transfer_params,

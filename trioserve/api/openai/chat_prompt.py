@@ -131,7 +131,11 @@ def turn_request(body: ChatBody | TokenizeBody, sampling: SamplingParams, *, tru
         messages=messages,
         sampling=sampling,
         tools=tools,
-        tool_choice=_tool_choice(body, tools),
+        tool_choice=(
+            tool_choice_of(body.tool_choice, tools)
+            if body.function_call is None
+            else _old_tool_choice(body, body.function_call, tools)
+        ),
         structured=structured_output_of(body) if isinstance(body, ChatBody) else None,
         reasoning=_reasoning(body),
         template_arguments=body.chat_template_kwargs or {},
@@ -148,10 +152,10 @@ def _tools(body: ChatBody | TokenizeBody) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function} for function in body.functions or ()]
 
 
-def _tool_choice(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> ToolChoice:
-    old = body.function_call
-    if old is None:
-        return tool_choice_of(body.tool_choice, tools)
+def _old_tool_choice(
+    body: ChatBody | TokenizeBody, old: str | dict[str, Any], tools: list[dict[str, Any]] | None
+) -> ToolChoice:
+    """Translate function_call to a tool choice."""
     if body.tool_choice is not None:
         raise InvalidRequest(
             "function_call is the old name of tool_choice, and both are set: send one", param="function_call"

@@ -203,7 +203,8 @@ class GenerationBody(StructuredFields, frozen=True, kw_only=True):
             )
         if self.cache_salt is not None:
             check_cache_salt(self.cache_salt)
-        check_cache_key(self.prompt_cache_key)
+        if self.prompt_cache_key is not None:
+            check_cache_key(self.prompt_cache_key)
 
     @property
     def session_key(self) -> str | None:
@@ -213,7 +214,8 @@ class GenerationBody(StructuredFields, frozen=True, kw_only=True):
     @property
     def retention_seconds(self) -> float | None:
         """See NamesSession."""
-        return retention_seconds(self.prompt_cache_retention)
+        retention = self.prompt_cache_retention
+        return None if retention is None else retention_seconds(retention)
 
     def predicted_tokens(self) -> dict[str, object]:
         """Translate n_predict to max_tokens. A negative number means as many tokens as fit.

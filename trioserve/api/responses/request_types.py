@@ -201,7 +201,8 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
                     f"{field} has {len(value)} characters, allowed are up to {NAME_CHARACTERS_MAX}", param=field
                 )
         check_cache_salt(self.cache_salt)
-        check_cache_key(self.prompt_cache_key)
+        if self.prompt_cache_key is not None:
+            check_cache_key(self.prompt_cache_key)
 
     def _check_numbers(self) -> None:
         for field in ("max_output_tokens", "max_tool_calls"):

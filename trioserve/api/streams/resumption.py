@@ -65,6 +65,7 @@ class Resumption:
         is_asked: True if the request asks for a stream that can continue at another server.
         is_on: True if the request is resumable, resumes a response, or asks for partial results.
         is_resumable: True if the response may be resumed without showing output to the client twice.
+        created: Unix time at which the response began.
 
     Raises:
         InvalidRequest: `resume` or the seed header has a bad value.
@@ -91,8 +92,9 @@ class Resumption:
         self._context = context
         self._sampling = sampling
         self._prompt_count = prompt_count
-        self._created = body.created if body is not None and body.created is not None else None
-        self._seed = self._first_seed()
+        known = None if body is None else body.created
+        self.created = context.clock_and_ids.unix_seconds() if known is None else known
+        self._seed = self._first_seed() if self.is_on else sampling.seed or 0
         self._call_counts: Counter[int] = Counter()
         if body is not None:
             self._check(body, is_streamed=is_streamed)
@@ -107,13 +109,6 @@ class Resumption:
         """
         leaves = self.is_asked and delta.stop_reason == SERVER_STOPPING
         return self.gives_partial and is_partial(delta.finish_reason) and not leaves
-
-    @property
-    def created(self) -> int:
-        """Unix time at which the response began."""
-        if self._created is None:
-            self._created = self._context.clock_and_ids.unix_seconds()
-        return self._created
 
     def seeded(self, sampling: SamplingParams, prompt_index: int = 0) -> SamplingParams:
         """Set the seed that a continuation of this prompt's response will use too.
@@ -202,17 +197,16 @@ class Resumption:
             headers.append((FINGERPRINT_HEADER, fingerprint))
         return tuple(headers)
 
-    def new_ids(self) -> Callable[[int], str] | None:
-        """Return a function that makes repeatable ids of tool calls from a choice's index. None: the ids need not be
-        repeatable.
-        """
-        return self._new_id if self.is_on else None
-
     def group_ids(self) -> GroupIds | None:
         """Return the writer of `id:` lines, or None if the request does not ask for them."""
         return GroupIds() if self.is_asked else None
 
-    def _new_id(self, choice_index: int) -> str:
+    def new_id(self, choice_index: int) -> str:
+        """Return a new id for a tool call. Another server makes the same id for the same call.
+
+        Args:
+            choice_index: index of the choice.
+        """
         count = self._call_counts[choice_index]
         self._call_counts[choice_index] += 1
         place = f"{self._context.request_id}/{self._seed}/{choice_index}/{count}"

@@ -397,30 +397,29 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
     Raises:
         InvalidRequest: The request cannot be served.
     """
-
-    def generate(prompt: Prompt, sampling: SamplingParams) -> RequestStream:
-        if resumption is None or not resumption.is_on:
-            return context.generate(prompt, sampling, request, request.deadlines, cut=request.cut, shape=request.shape)
-        return context.generate(
-            prompt,
-            resumption.seeded(sampling),
+    generate = functools.partial(
+        context.generate, body=request, deadlines=request.deadlines, cut=request.cut, shape=request.shape
+    )
+    if resumption is None or not resumption.is_on:
+        return ChatTurn(
+            context.engine,
             request,
-            request.deadlines,
-            cut=request.cut,
+            generate,
+            new_id=lambda _: context.clock_and_ids.new_request_id(),
+            bound=context.response_bound,
+        )
+    return ChatTurn(
+        context.engine,
+        msgspec.structs.replace(request, sampling=resumption.seeded(request.sampling)),
+        functools.partial(
+            generate,
             resume=resumption.resume(),
             resumable=resumption.is_resumable,
             keep_logprobs=resumption.gives_partial,
-            shape=request.shape,
-        )
-
-    new_id = None if resumption is None else resumption.new_ids()
-    return ChatTurn(
-        context.engine,
-        request,
-        generate,
-        new_id=new_id or (lambda _: context.clock_and_ids.new_request_id()),
-        is_partial=never_partial if resumption is None else resumption.is_partial,
-        is_resumable=resumption is not None and resumption.is_resumable,
+        ),
+        new_id=resumption.new_id,
+        is_partial=resumption.is_partial,
+        is_resumable=resumption.is_resumable,
         bound=context.response_bound,
     )
 

@@ -40,10 +40,6 @@ WRITE_BYTES = 65536
 UNSCHEDULED_BYTES_MAX = 4096  # A write up to this size does not let other tasks run.
 
 
-def _nothing() -> None:
-    pass
-
-
 class H11Connection:
     """One client's connection, from its first request to its end.
 
@@ -54,7 +50,7 @@ class H11Connection:
         received: bytes that have already been read from the transport.
 
     Attributes:
-        on_known: called when a request shows an API key.
+        on_known: called when a request shows an API key. None: nobody counts such connections.
         protocol, write_count: see ExchangeOwner.
     """
 
@@ -74,7 +70,7 @@ class H11Connection:
         self._changed: trio.Event | None = None
         self._scope = trio.CancelScope()  # The scope contains the reader task and the task that serves requests.
         self._exchange: H11Exchange | None = None
-        self.on_known: Callable[[], None] = _nothing
+        self.on_known: Callable[[], None] | None = None
         self._responded_at = trio.current_time()  # The time at which the last response ended.
         self._head_began_at = self._responded_at
         self._exchange_began_at = self._responded_at
@@ -387,17 +383,21 @@ class H11Connection:
             return 505, f"the request has HTTP/{head.http_version}, supported are 1.0, 1.1 and 2", ()
         if head.method == "CONNECT":
             return 405, "this server is not a proxy", ()
-        if "transfer-encoding" in head.headers and ("content-length" in head.headers or head.http_version == "1.0"):
+        headers = head.headers
+        has_length = headers.get("content-length") is not None
+        if headers.get("transfer-encoding") is not None and (has_length or head.http_version == "1.0"):
             # A proxy may use the other length and read the rest of the body as a request (smuggling, RFC 9112, 6.1).
             self._tally.connections_refused_total[ConnectionRefusal.MALFORMED] += 1
             return 400, "the request gives two body lengths: send either transfer-encoding or content-length", ()
-        if head.is_websocket and (fault := handshake_fault(head.headers, has_key=True)) is not None:
+        if head.is_websocket and (fault := handshake_fault(headers, has_key=True)) is not None:
             return fault
-        self._is_known = self._setup.slots.knows(head.headers)
-        if self._is_known:
-            self.on_known()
-        self._websocket_caller = self._setup.slots.websocket_caller(head, is_known=self._is_known)
-        refusal = self._setup.slots.refusal(is_known=self._is_known, websocket_caller=self._websocket_caller)
+        slots = self._setup.slots
+        if slots.knows_caller is not None:
+            self._is_known = slots.knows_caller(headers)
+            if self._is_known and self.on_known is not None:
+                self.on_known()
+        self._websocket_caller = slots.websocket_caller(head, is_known=self._is_known) if head.is_websocket else None
+        refusal = slots.refusal(is_known=self._is_known, websocket_caller=self._websocket_caller)
         if refusal is not None:
             self._tally.streams_refused_total[refusal] += 1
             return *TOO_MANY[refusal], (("retry-after", str(RETRY_SECONDS)), ("x-trioserve-reason", refusal.value))

@@ -134,13 +134,13 @@ class H11Exchange(Exchange):
 
     async def body(self) -> bytes:
         self.response.check_body_readable()
-        self.share.check_announced(self.headers)
         if not self._body_read and (whole := self._owner.arrived_body()) is not None:
             self.share.add(whole)
             self._body_read = True
         if self._body_read:
             await trio.lowlevel.checkpoint_if_cancelled()
             return await decoded_body(self.share, self.headers)
+        self.share.check_announced(self.headers)
         pace = BodyPace(self._limits, now=trio.current_time())
         with trio.CancelScope(deadline=pace.deadline) as timeout:
             while not self._body_read:

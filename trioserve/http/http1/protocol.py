@@ -161,9 +161,16 @@ class H1Protocol:
         Raises:
             BadHead: the head is malformed or too large.
         """
-        head = self._plain_request()
-        if head is not None:
-            return head
+        if self._held and self._h11.our_state is h11.IDLE and not self._h11.trailing_data[0]:
+            plain = plain_request(
+                self._held, peer=self._peer, head_bytes_max=self._head_bytes_max, fields_max=self._fields_max
+            )
+            if plain is not None:
+                head, head_bytes, self._plain_body_bytes = plain
+                self._unfed_head = bytes(self._held[:head_bytes])
+                del self._held[:head_bytes]
+                self._is_plain = self._bypassed_h11 = True
+                return head
         try:
             while True:
                 # h11 reads any number of header fields, so the fields are counted before. h11 may already hold this
@@ -376,23 +383,6 @@ class H1Protocol:
 
     def _new_h11(self) -> h11.Connection:
         return h11.Connection(h11.SERVER, max_incomplete_event_size=self._head_bytes_max)
-
-    def _plain_request(self) -> RequestHead | None:
-        """Return the next request if it is ordinary, its head is complete, and h11 holds none of its bytes. Otherwise
-        return None.
-        """
-        if not self._held or self._h11.our_state is not h11.IDLE or self._h11.trailing_data[0]:
-            return None
-        plain = plain_request(
-            self._held, peer=self._peer, head_bytes_max=self._head_bytes_max, fields_max=self._fields_max
-        )
-        if plain is None:
-            return None
-        head, head_bytes, self._plain_body_bytes = plain
-        self._unfed_head = bytes(self._held[:head_bytes])
-        del self._held[:head_bytes]
-        self._is_plain = self._bypassed_h11 = True
-        return head
 
     def _check_field_count(self, head: bytes) -> None:
         """Raise BadHead if a head has too many fields. `head` may be incomplete, or be followed by body bytes."""

@@ -54,10 +54,6 @@ REQUEST_CPU_SECONDS = 0.001
 BODY_BYTE_CPU_SECONDS = 1e-7
 
 
-def _nothing() -> None:
-    pass
-
-
 class H2Connection:
     """One client's connection, from its preface to its end.
 
@@ -97,7 +93,7 @@ class H2Connection:
         self._read_timeout = trio.CancelScope()
         self._scope = trio.CancelScope()  # The scope contains the reader, the writer and the streams.
         self._uncredited_bytes = 0
-        self.on_known: Callable[[], None] = _nothing
+        self.on_known: Callable[[], None] | None = None
         self._has_known = False  # True if a request on this connection has shown an API key.
         self._busy_since = now  # The time since which there is at least one stream.
         self._ended_at = now  # The time at which the last stream ended.
@@ -330,12 +326,14 @@ class H2Connection:
             self._refuse_stream(event.stream_id, refusal, now)
             return
         head = request_head(event, self._peer)
-        is_known = self._setup.slots.knows(head.headers)
+        slots = self._setup.slots
+        is_known = slots.knows_caller is None or slots.knows_caller(head.headers)
         if is_known and not self._has_known:
             self._has_known = True
-            self.on_known()
-        websocket_caller = self._setup.slots.websocket_caller(head, is_known=is_known)
-        refusal = self._setup.slots.refusal(is_known=is_known, websocket_caller=websocket_caller)
+            if self.on_known is not None:
+                self.on_known()
+        websocket_caller = slots.websocket_caller(head, is_known=is_known) if head.is_websocket else None
+        refusal = slots.refusal(is_known=is_known, websocket_caller=websocket_caller)
         if refusal is not None:
             self._refuse_stream(event.stream_id, refusal, now)
             return
@@ -353,7 +351,7 @@ class H2Connection:
             self._limits,
             request_ended=event.stream_ended is not None,
             is_known=is_known,
-            is_late=self._setup.slots.is_draining,
+            is_late=slots.is_draining,
             websocket_caller=websocket_caller,
         )
         if not self._streams:
@@ -361,7 +359,7 @@ class H2Connection:
             self._has_streams.set()
         self._streams[stream.id] = stream
         self._cpu_credit += REQUEST_CPU_SECONDS
-        self._setup.slots.take(is_known=is_known, websocket_caller=websocket_caller)
+        slots.take(is_known=is_known, websocket_caller=websocket_caller)
         self._nursery.start_soon(self._run_stream, stream)
 
     def _stream_refusal(self) -> StreamRefusal | None:
