@@ -69,9 +69,9 @@ CACHES = {
     ("model/loading/fields.py", "_groups"): OF_SERVER,
     ("router/policies.py", "_orders"): OF_SERVER,
     ("router/peer_shares.py", "_computed"): OF_SERVER,
-    ("api/page/page.py", "_snapshots"): OWNED,
+    ("api/page.py", "_snapshots"): OWNED,
     ("api/responses/stored_responses.py", "_listed"): OWNED,
-    ("api/page/page.py", "_changes"): OWNED,  # The keys of this cache are snapshots, which have one owner.
+    ("api/page.py", "_changes"): OWNED,  # The keys of this cache are snapshots, which have one owner.
     ("text/restraints.py", "_schemas"): OF_REQUEST,
     ("text/json_keys.py", "_doubtful"): "of the tokenizer alone: its keys are the few positions within a JSON text",
     ("model/diffusion/solvers.py", "_schedules"): "numbers of steps and image sizes, which are no secrets",

@@ -23,8 +23,7 @@ from trioserve.options.engine import RANKS_MAX, EngineOptions, ImageOptions
 from trioserve.options.hosting import HostingOptions, hosted_model_text
 from trioserve.options.option import ENVIRONMENT_PREFIX, Option, about, checked, checked_parameters, options_of
 from trioserve.options.router import RouterOptions
-from trioserve.options.server import ServerOptions
-from trioserve.options.storage import StorageOptions
+from trioserve.options.server import ServerOptions, StorageOptions
 
 __all__ = ["Config", "add_arguments", "config_from", "make_config"]
 

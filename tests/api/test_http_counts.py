@@ -8,7 +8,7 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from trioserve.http.cross_origin import CrossOrigin
+from trioserve.http.handler_call import CrossOrigin
 
 CHAT = "/v1/chat/completions"
 

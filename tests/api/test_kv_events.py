@@ -11,7 +11,7 @@ from trioserve.api.operations.kv_events import ALIVE_SECONDS
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.endpoint import BlocksStored, KvEvent, ResidencySnapshot
 from trioserve.engine import kv_events
-from trioserve.proxy.prompt_blocks import block_names
+from trioserve.proxy.routed_body import block_names
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 

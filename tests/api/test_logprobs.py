@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trioserve.api.openai.logprobs import CompletionLogprobs
+from trioserve.api.openai.response_types import LogprobsWriter
 from trioserve.contracts.events import TokenLogprob
 
 
@@ -23,7 +23,7 @@ class Pieces:
 
 
 def taken(pieces: list[bytes], *, chunk: int = 100, **echo: Any) -> tuple[list[str], list[int]]:
-    logprobs = CompletionLogprobs(Pieces(pieces), **echo)  # type: ignore[arg-type]
+    logprobs = LogprobsWriter(Pieces(pieces), **echo)  # type: ignore[arg-type]
     tokens: list[str] = []
     offsets: list[int] = []
     for begin in range(0, len(pieces), chunk):
@@ -57,6 +57,6 @@ def test_special_tokens_written_in_the_prompt_are_part_of_its_text() -> None:
 
 
 def test_alternatives_that_are_parts_of_characters_have_different_names() -> None:
-    logprobs = CompletionLogprobs(Pieces([b"\xf0", b"\xe6", b"a"]))  # type: ignore[arg-type]
+    logprobs = LogprobsWriter(Pieces([b"\xf0", b"\xe6", b"a"]))  # type: ignore[arg-type]
     made: Any = logprobs.take([0], [TokenLogprob(token_id=0, logprob=-1.0, top=((0, -1.0), (1, -2.0), (2, -3.0)))])
     assert made.top_logprobs == [{"bytes:\\xf0": -1.0, "bytes:\\xe6": -2.0, "a": -3.0}]

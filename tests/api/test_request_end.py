@@ -14,8 +14,8 @@ from trioserve.api.responder import end_line
 from trioserve.contracts.errors import Overloaded, RequestFailed
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
-from trioserve.http.cross_origin import CrossOrigin
 from trioserve.http.exchange import BodyTimeout
+from trioserve.http.handler_call import CrossOrigin
 
 SECRET = "xyzzy"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import trio
 
-from trioserve.api.page.page import PageSettings
+from trioserve.api.page import PageSettings
 from trioserve.bench.page import measure_page, page_text
 from trioserve.bench.runner import CannotMeasure
 from trioserve.bench.settings import PageBenchSettings

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from trioserve import cli
-from trioserve.api.page.page import change_between, snapshot_fields
+from trioserve.api.page import change_between, snapshot_fields
 from trioserve.commands.remote import FeedState, RemoteServer, states, view
 from trioserve.contracts.page import HistoryShown, PageSnapshot, ServerShown
 from trioserve.testing.memory_server import open_memory_server

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from trioserve.contracts.errors import StartupError
-from trioserve.http.cross_origin import CrossOrigin
+from trioserve.http.handler_call import CrossOrigin
 
 CHAT = "https://chat.example.org"
 

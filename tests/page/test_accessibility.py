@@ -234,6 +234,6 @@ def test_scripted_server_sends_the_content_security_policy_of_the_real_server() 
     source = Path(FILES / "files.py")
     if not source.exists():
         pytest.skip("the page is served by nobody yet")
-    from trioserve.api.page.page import HEADERS
+    from trioserve.api.page import HEADERS
 
     assert dict(HEADERS)["content-security-policy"] == POLICY

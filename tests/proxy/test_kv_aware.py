@@ -8,8 +8,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.caller import AccessRules
 from trioserve.contracts.endpoint import RoutedRequest
-from trioserve.proxy import prompt_blocks
-from trioserve.proxy.prompt_blocks import PromptBlocks
+from trioserve.proxy import routed_body
+from trioserve.proxy.routed_body import PromptBlocks
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.memory_server import open_memory_server
 
@@ -101,7 +101,7 @@ async def test_block_names_of_the_router_match_those_of_the_engine(open_routed, 
         for length in range(1, 40):
             prompt = "x" * length
             await ask(setup, ids_body(prompt), at="a")
-            names = prompt_blocks.block_names(prompt.encode(), 4, None)
+            names = routed_body.block_names(prompt.encode(), 4, None)
             policy = setup.router.dispatch.core.policy
             before = setup.servers["a"].engine.stats().prefix_hit_tokens_total
             expected = policy._resident.matched_tokens("a", {4: names})
@@ -257,7 +257,7 @@ async def test_prompt_is_routed_without_block_names_if_naming_its_blocks_takes_t
         await known(setup)
         before = trio.current_time()
         await ask(setup, text_body(BEGINNING))
-        assert trio.current_time() - before == pytest.approx(prompt_blocks.NAMING_SECONDS_MAX, abs=0.01)
+        assert trio.current_time() - before == pytest.approx(routed_body.NAMING_SECONDS_MAX, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.page.page import PageSettings, fold
+from trioserve.api.page import PageSettings, fold
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_router import open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server

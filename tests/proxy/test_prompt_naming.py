@@ -15,7 +15,7 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
-from trioserve.proxy.prompt_blocks import NAMED_TOKENS_MAX, PromptBlocks, block_names
+from trioserve.proxy.routed_body import NAMED_TOKENS_MAX, PromptBlocks, block_names
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 
 TEXT = "Once upon a time, in 1984, there was an élan vital… <|im_start|> 🙂"
@@ -100,7 +100,7 @@ def test_naming_imports_no_model_code(smollm2_path):
     code = f"""
 import sys
 from pathlib import Path
-import trioserve.proxy.prompt_blocks
+import trioserve.proxy.routed_body
 from trioserve.model.loading.default_model import resolve_model
 from trioserve.commands.prompt_naming import load_tokenizer
 load_tokenizer(Path({str(smollm2_path)!r}))

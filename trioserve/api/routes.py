@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from trioserve.api import page as page_files
 from trioserve.api import transcriptions
 from trioserve.api.anthropic import messages
 from trioserve.api.app import BaseApp, other_path
@@ -21,11 +22,10 @@ from trioserve.api.generation import usage_of
 from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, ConnectionSettings, DetachSettings
 from trioserve.api.ollama import generation as ollama_generation
 from trioserve.api.ollama import models as ollama_models
-from trioserve.api.openai import chat, completions, decisions, embeddings, models, scoring, tokenize
+from trioserve.api.openai import chat, completions, decisions, embeddings, models, tokenize
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations import health, kv_events, live_requests, pausing, sessions, weights
-from trioserve.api.page import page as page_files
-from trioserve.api.page.page import (
+from trioserve.api.page import (
     EVENTS_PATH,
     INTERVAL_SECONDS_MAX,
     INTERVAL_SECONDS_MIN,
@@ -85,7 +85,6 @@ OPERATIONS: tuple[Operation[ServerContext], ...] = (
     *messages.OPERATIONS,
     *decisions.OPERATIONS,
     *embeddings.OPERATIONS,
-    *scoring.OPERATIONS,
     *responses.OPERATIONS,
     *transcriptions.OPERATIONS,
     *files.OPERATIONS,

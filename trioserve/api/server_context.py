@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trioserve.api.batches.batches import Batches
-from trioserve.api.page.page import Page
+from trioserve.api.page import Page
 from trioserve.api.request_context import RequestContext, RequestServices
 from trioserve.api.responses.background import BackgroundResponses
 from trioserve.api.responses.connection import ResponseConnections

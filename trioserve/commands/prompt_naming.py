@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trioserve.contracts.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.proxy.routed_body import PromptBlocks
     from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["load_tokenizer", "open_prompt_naming"]
@@ -30,7 +30,7 @@ async def open_prompt_naming(model: str, *, parses_chat_texts: bool = False) -> 
     # These imports are late, because they take 0.1 s and most routers need no tokenizer.
     from trioserve.admission.text_threads import TextThreads
     from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
-    from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.proxy.routed_body import PromptBlocks
     from trioserve.trio_tools.worker_thread import call_abandonable
 
     def resolved() -> Path:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from trioserve.api.batches.batches import Batches
     from trioserve.api.limits import BatchSettings
     from trioserve.commands.hosting import Hosting
-    from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.proxy.routed_body import PromptBlocks
     from trioserve.store.store import Store
 
 __all__ = ["InheritedPlace", "Routing", "checked_routing", "run_router", "serve_router"]

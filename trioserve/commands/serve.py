@@ -21,7 +21,7 @@ import trio
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.caller import AccessRules
-from trioserve.api.page.page import PageSettings
+from trioserve.api.page import PageSettings
 from trioserve.api.routes import App
 from trioserve.assemble import Loaded, open_configured_engine
 from trioserve.assemble_model import LoadReport, default_served_name

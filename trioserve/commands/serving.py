@@ -20,7 +20,7 @@ import trio
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.gate import checked_host_names, is_loopback_host
-from trioserve.api.page.page import PageSettings
+from trioserve.api.page import PageSettings
 from trioserve.commands.log_lines import announce, logging_to
 from trioserve.commands.program_end import StopSignals
 from trioserve.config import Config
@@ -30,9 +30,8 @@ from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.asgi.app import AsgiApp
 from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
 from trioserve.http.counters import show_counters
-from trioserve.http.cross_origin import CrossOrigin, checked_origins
 from trioserve.http.exchange import Handler
-from trioserve.http.handler_call import RootPath, checked_root_path
+from trioserve.http.handler_call import CrossOrigin, RootPath, checked_origins, checked_root_path
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import addresses, open_listeners, open_unix_listener, tls_context
 from trioserve.http.server import FrontendServer

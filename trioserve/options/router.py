@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN
 from trioserve.options.option import about
-from trioserve.options.server import ServerOptions
-from trioserve.options.storage import ConnectionOptions
+from trioserve.options.server import ConnectionOptions, ServerOptions
 from trioserve.router.settings import RouterSettings, SilenceSettings
 
 __all__ = ["ChatOptions", "ClusterOptions", "RouterOptions"]

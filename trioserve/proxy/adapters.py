@@ -22,8 +22,7 @@ from trioserve.api.openai.request_types import LoadAdapterBody, UnloadAdapterBod
 from trioserve.api.response import Listing, Response
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import AdapterRefused, EndpointLost, InvalidRequest, NoEndpoint
-from trioserve.proxy.forwarded_headers import request_headers
-from trioserve.proxy.router_context import ENDPOINT_PARAMETER
+from trioserve.proxy.router_context import ENDPOINT_PARAMETER, request_headers
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:

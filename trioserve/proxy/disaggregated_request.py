@@ -24,12 +24,11 @@ from trioserve.api.openai.chat_prompt import AS_FITS
 from trioserve.api.openai.request_types import COMPLETION_TOKENS_DEFAULT, Int32, decode_body
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, Stage
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, RequestAborted
-from trioserve.proxy.forwarded_headers import request_headers
-from trioserve.proxy.prompt_blocks import CHAT_PATH, COMPLETIONS_PATH
 from trioserve.proxy.proxied_request import Refused, check_status, error_code
 from trioserve.proxy.relay import attempt, handle_failure
 from trioserve.proxy.response_shape import InvalidAnswer, check_head, is_error
-from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
+from trioserve.proxy.routed_body import CHAT_PATH, COMPLETIONS_PATH, TRANSFER_PARAMS, RoutedBody, rewritten
+from trioserve.proxy.router_context import request_headers
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:

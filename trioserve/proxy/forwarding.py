@@ -26,11 +26,9 @@ from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.tracing import Span
 from trioserve.proxy.disaggregated_request import can_be_disaggregated, serve_disaggregated
-from trioserve.proxy.forwarded_headers import owner_of, request_headers
 from trioserve.proxy.model_routes import set_keep_alive
 from trioserve.proxy.peers.kept_stream import Stream, StreamCall
 from trioserve.proxy.peers.processes import RESPONSES_PATH
-from trioserve.proxy.prompt_blocks import named_blocks
 from trioserve.proxy.proxied_request import AskedRequest, ProxiedRequest, RequestClock
 from trioserve.proxy.relay import attempt
 from trioserve.proxy.routed_body import (
@@ -38,11 +36,12 @@ from trioserve.proxy.routed_body import (
     FORM_PATHS,
     RoutedBody,
     RoutedForm,
+    named_blocks,
     ollama_body,
     prefix_of,
     without_transfer_params,
 )
-from trioserve.proxy.router_context import ENDPOINT_PARAMETER
+from trioserve.proxy.router_context import ENDPOINT_PARAMETER, owner_of, request_headers
 from trioserve.proxy.streams.client_events import ClientLines, wants_lines
 from trioserve.proxy.streams.continuation import CONTINUED_PATHS, Continuation
 from trioserve.proxy.unqueued_requests import check_references, endpoint_of_response

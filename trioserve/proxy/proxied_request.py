@@ -29,10 +29,10 @@ from trioserve.contracts.errors import (
     RequestPoisoned,
     TrioserveError,
 )
-from trioserve.proxy.forwarded_headers import request_headers, response_headers
 from trioserve.proxy.model_routes import loading_comment
 from trioserve.proxy.response_shape import InvalidAnswer, is_error
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, RoutedForm, rewritten
+from trioserve.proxy.router_context import request_headers, response_headers
 from trioserve.proxy.streams.continuation import CONTINUED_PATHS, DEATH_CODES
 from trioserve.proxy.streams.foreign_stream import COMPLETIONS_PATH
 from trioserve.router.endpoint_state import Fault

@@ -14,7 +14,6 @@ from trioserve.api.streams.cursors import RESUME_HEADER
 from trioserve.api.surface import LINES_TYPE
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned
-from trioserve.proxy.forwarded_headers import owner_of
 from trioserve.proxy.peers.processes import RESPONSES_PATH, KeptObject, object_id_in
 from trioserve.proxy.proxied_request import (
     ENDED_ON_PURPOSE,
@@ -34,6 +33,7 @@ from trioserve.proxy.response_shape import (
     is_error,
     is_plain_text,
 )
+from trioserve.proxy.router_context import owner_of
 from trioserve.proxy.streams.client_events import LineSplitter
 from trioserve.proxy.streams.continuation import (
     HandedOver,

@@ -29,10 +29,10 @@ from trioserve.api.sse import encode
 from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest, TrioserveError
 from trioserve.http.exchange import Exchange, HeaderFields, Headers
-from trioserve.proxy.forwarded_headers import endpoint_session, request_headers
 from trioserve.proxy.forwarding import forward
 from trioserve.proxy.peers.kept_stream import SessionEndNotice
 from trioserve.proxy.routed_body import rewritten
+from trioserve.proxy.router_context import endpoint_session, request_headers
 from trioserve.proxy.streams.client_events import EventSplitter
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from trioserve.api.limits import BatchSettings, ConnectionSettings
 from trioserve.api.ollama.models import read_api_version
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.health import Alive, NotReady, Ready, Version, read_tasks
-from trioserve.api.page.page import (
+from trioserve.api.page import (
     EVENTS_PATH,
     PAGE_PATH,
     ROUTER_PATH,
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
     from trioserve.metrics.registry import Metrics
     from trioserve.proxy.fleet import EndpointSpec, Fleet
-    from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.proxy.routed_body import PromptBlocks
     from trioserve.store.store import Store
 
 __all__ = ["OPERATIONS", "RouterApp"]

@@ -19,10 +19,10 @@ from trioserve.api.operations.live_requests import HAND_OVER, REQUEST_PATH
 from trioserve.api.responses.input_items import is_reference
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
-from trioserve.proxy.forwarded_headers import endpoint_session, owner_of, request_headers, response_headers
 from trioserve.proxy.peers.processes import RESPONSES_PATH, KeptObject, may_be_id, object_id_in
 from trioserve.proxy.response_shape import InvalidAnswer
 from trioserve.proxy.routed_body import rewritten
+from trioserve.proxy.router_context import endpoint_session, owner_of, request_headers, response_headers
 
 if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse

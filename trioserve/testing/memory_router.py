@@ -22,7 +22,7 @@ from trioserve.admission.model_runs import ModelRuns
 from trioserve.admission.router_metrics import show_router
 from trioserve.api.caller import AccessRules
 from trioserve.api.limits import ConnectionSettings
-from trioserve.api.page.page import PageSettings
+from trioserve.api.page import PageSettings
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.tracing import NO_TRACER, Tracer
@@ -35,8 +35,8 @@ from trioserve.proxy.model_host import ModelHost
 from trioserve.proxy.peers.kept_stream import ClientLeftNotices
 from trioserve.proxy.peers.peer_watch import Peer, PeerWatch
 from trioserve.proxy.peers.retries import PeerStreams
-from trioserve.proxy.prompt_blocks import PromptBlocks
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.proxy.routed_body import PromptBlocks
 from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES

@@ -14,7 +14,7 @@ from trioserve.api.caller import AccessRules
 from trioserve.api.images.image_context import EditSlots, UnsentImages
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.api.limits import BackgroundSettings, BatchSettings, ConnectionSettings, DetachSettings
-from trioserve.api.page.page import PageSettings
+from trioserve.api.page import PageSettings
 from trioserve.api.routes import App
 from trioserve.contracts.image_generation import ImageRequestLimits
 from trioserve.contracts.media import ImageLimits

@@ -12,7 +12,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from trioserve.api.images import image_responses as images
 from trioserve.api.images.image_routes import OPERATIONS, TEXT_PATHS
 from trioserve.api.operations import health, pausing
-from trioserve.api.page.page import PageSettings
+from trioserve.api.page import PageSettings
 from trioserve.api.routes import OPERATIONS as TEXT_OPERATIONS
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.testing.memory_server import open_memory_image_server, open_memory_server

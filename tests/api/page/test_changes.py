@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trioserve.api.page.page import change_between, fold, snapshot_fields
+from trioserve.api.page import change_between, fold, snapshot_fields
 from trioserve.contracts.page import HISTORY_POINTS_MAX, HistoryShown, PageSnapshot, ServerShown
 from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams

@@ -14,7 +14,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.caller import AccessRules
-from trioserve.api.page.page import ALIVE_SECONDS, Page, PageSettings, fold
+from trioserve.api.page import ALIVE_SECONDS, Page, PageSettings, fold
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 

@@ -19,7 +19,7 @@ def test_flow_has_equal_call_counts_in_every_run(flow):
 
 
 CEILINGS = {
-    "prompt in": (270, 255, 78),
+    "prompt in": (243, 230, 75),
     "token out": (75, 82, 35),
     "disconnect": (36, 33, 16),
     "relayed event": (22, 17, 12),

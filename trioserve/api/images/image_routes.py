@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import trio
 
+from trioserve.api import page as page_files
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.error_responses import Refusal, refusal
@@ -21,8 +22,7 @@ from trioserve.api.openapi import openapi_document
 from trioserve.api.operations import health, kv_events, live_requests, pausing
 from trioserve.api.operations.kv_events import stream_load
 from trioserve.api.operations.live_requests import abort_request, abort_requests
-from trioserve.api.page import page as page_files
-from trioserve.api.page.page import PAGE_PATH, UI_PATH, PageSettings, is_of_page, show_image_page
+from trioserve.api.page import PAGE_PATH, UI_PATH, PageSettings, is_of_page, show_image_page
 from trioserve.api.request_context import RoutersHeard
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.route_table import GENERATES, Forwarding, Handler, Operation, RouteTable, find_operation

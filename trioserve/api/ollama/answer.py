@@ -14,9 +14,8 @@ import msgspec
 import trio
 from msgspec import UNSET, UnsetType
 
-from trioserve.api.openai.logprobs import chat_tokens
 from trioserve.api.openai.request_types import Int32
-from trioserve.api.openai.response_types import ChatToken
+from trioserve.api.openai.response_types import ChatToken, chat_tokens
 from trioserve.api.response import Response, encoded_value
 from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.turn.chat_turn import CollectedChoice, OpenCalls, ToolCall

@@ -19,9 +19,8 @@ from trioserve.api.generation import PARTIAL_FINISH, first_transfer, is_partial,
 from trioserve.api.openai import response_types
 from trioserve.api.openai import response_types as types
 from trioserve.api.openai.chat_prompt import prompt_cut, turn_request
-from trioserve.api.openai.logprobs import chat_logprobs, chat_tokens, prompt_logprobs
 from trioserve.api.openai.request_types import GENERATION_RANGES, ChatBody, deadlines_of
-from trioserve.api.openai.response_types import ChatChunkHead
+from trioserve.api.openai.response_types import ChatChunkHead, chat_logprobs, chat_tokens, prompt_logprobs
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.sse import (

@@ -29,9 +29,15 @@ from trioserve.api.generation import (
 )
 from trioserve.api.openai import response_types as types
 from trioserve.api.openai.chat_prompt import gap_of, prompt_cut
-from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from trioserve.api.openai.request_types import GENERATION_RANGES, CompletionBody, deadlines_of
-from trioserve.api.openai.response_types import Completion, CompletionChoice, CompletionHead, TextFinishReason
+from trioserve.api.openai.response_types import (
+    Completion,
+    CompletionChoice,
+    CompletionHead,
+    LogprobsWriter,
+    TextFinishReason,
+    prompt_logprobs,
+)
 from trioserve.api.openai.structured_fields import structured_output_of
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
@@ -283,17 +289,17 @@ class _Response:
                 for prompt, stream in zip(prompts, self.streams, strict=True)
             ]
 
-    def new_logprobs(self, stream_index: int) -> CompletionLogprobs:
+    def new_logprobs(self, stream_index: int) -> LogprobsWriter:
         """Make the writer of log probabilities for one choice of this prompt."""
         stream = self.streams[stream_index]
         is_echoed = self.body.echo and self.body.logprobs is not None and stream.prompt_logprobs is not None
-        return CompletionLogprobs(
+        return LogprobsWriter(
             self._engine.tokenizer,
             echo=self.echoes[stream_index],
             echo_tokens=len(stream.prompt_token_ids) if is_echoed else 0,
         )
 
-    def echoed_logprobs(self, stream: RequestStream, logprobs: CompletionLogprobs) -> types.CompletionLogprobs | None:
+    def echoed_logprobs(self, stream: RequestStream, logprobs: LogprobsWriter) -> types.CompletionLogprobs | None:
         """Return log probabilities of the prompt's tokens if the client asks for them and for the prompt, else None."""
         if not self.body.echo or self.body.logprobs is None or stream.prompt_logprobs is None:
             return None
@@ -373,7 +379,7 @@ class _CompletionEvents:
         self._response = response
         self._body = response.body
         self._writer = ChunkWriter(head, null_usage=response.body.wants_usage)
-        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._logprobs: dict[int, LogprobsWriter] = {}
         # For each choice, the bytes before and after the text in events that have only text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._wants_text_only = not (

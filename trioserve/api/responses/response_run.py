@@ -16,9 +16,8 @@ import msgspec
 
 from trioserve.api.error_responses import ErrorResponse, error_response
 from trioserve.api.generation import PARTIAL_FINISH, KeepAlive, Usage
-from trioserve.api.openai.logprobs import chat_tokens
 from trioserve.api.openai.request_types import deadlines_of
-from trioserve.api.openai.response_types import ChatToken
+from trioserve.api.openai.response_types import ChatToken, chat_tokens
 from trioserve.api.responses.events import Ended, ResponseEvents
 from trioserve.api.responses.input_items import checked_items, messages_of
 from trioserve.api.responses.request_types import InputTokensBody, PromptBody, ResponsesBody, TextFormat

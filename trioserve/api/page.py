@@ -421,7 +421,7 @@ class _File(msgspec.Struct, frozen=True):
 
 def _read_all() -> dict[str, _File]:
     files = {}
-    for path in sorted(Path(__file__).parent.iterdir()):
+    for path in sorted(Path(__file__).with_suffix("").iterdir()):
         media_type = MEDIA_TYPES.get(path.suffix)
         if media_type is not None:
             body = path.read_bytes()
