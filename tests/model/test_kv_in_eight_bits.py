@@ -87,6 +87,19 @@ def test_logprobs_with_eight_bit_kv_are_close_to_those_without_rounding(
 
 
 @FORMATS
+@pytest.mark.parametrize("kind", ("gemma3", "gemma4", "gemma4-unified"))
+def test_eight_bit_kv_changes_logprobs_of_sensitive_models_as_bfloat16_does(
+    load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str
+) -> None:
+    """Random models of these families amplify every rounding. The error of bfloat16 without 8 bits is the scale."""
+    _, exact = played(step_driver, load(kind, "auto", dtype="float32", cpu_kernels="torch"), [70])
+    _, half = played(step_driver, load(kind, "auto", dtype="bfloat16", cpu_kernels="torch"), [70])
+    _, found = played(step_driver, load(kind, kv_cache_dtype, dtype="float32", cpu_kernels="torch"), [70])
+    of_half, own = (np.sqrt(np.square(np.array(each) - np.array(exact)).mean()) for each in (half, found))
+    assert 0 < own < {"int8": 1.5, "fp8": 6.0}[kv_cache_dtype] * of_half
+
+
+@FORMATS
 @pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2", "gemma4-unified", "mimo-v2-flash"))
 def test_native_kernels_and_torch_round_kv_equally(
     load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str
