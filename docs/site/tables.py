@@ -11,8 +11,10 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import re
+import tokenize
 import typing
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -32,6 +34,7 @@ from trioserve.config import Config
 from trioserve.contracts import errors
 from trioserve.metrics.metric import Metric, Question
 from trioserve.metrics.registry import CATALOGUE
+from trioserve.model.families.family import Family
 from trioserve.model.families.registry import FAMILIES, LANGUAGE_PARTS
 from trioserve.model.loading.encoder_directory import ENCODER_CLASSES
 from trioserve.model.vision.part import IMAGE_FAMILIES
@@ -325,6 +328,33 @@ def _served(name: str) -> str:
     return texts if name in LANGUAGE_PARTS else none
 
 
+def family_size_table() -> str:
+    """Return a table of the code lines of each file of families, without comments, docstrings and empty lines."""
+    rows, line_count, family_count = [], 0, 0
+    for path in sorted((PRODUCT / "model" / "families").glob("*.py")):
+        module = importlib.import_module(f"trioserve.model.families.{path.stem}")
+        names = [name for name in getattr(module, "__all__", ()) if isinstance(getattr(module, name), Family)]
+        if not names:
+            continue
+        lines = _code_line_count(path.read_text(encoding="utf-8"))
+        rows.append((f"`{path.name}`", str(len(names)), str(lines), str(round(lines / len(names)))))
+        line_count, family_count = line_count + lines, family_count + len(names)
+    rows.append(("all", str(family_count), str(line_count), str(round(line_count / family_count))))
+    return _table(("file", "families", "lines", "lines per family"), rows)
+
+
+def _code_line_count(source: str) -> int:
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.end_lineno is not None:
+            lines.difference_update(range(node.lineno, node.end_lineno + 1))
+    return len(lines)
+
+
 def name_table(module_name: str) -> str:
     """Return a table of the public names of a module, with the first sentence of each docstring.
 
@@ -453,6 +483,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exceptions": exception_table,
     "refusals": refusal_table,
     "support": support_table,
+    "family-sizes": family_size_table,
     "vllm-counts": lambda: vllm_table("count"),
     **{f"vllm-{kind}": partial(vllm_table, kind) for kind in ("text", "multimodal", "pooling")},
     "names-of-trioserve": lambda: name_table("trioserve"),

@@ -147,10 +147,8 @@ bool has_layer(const Model& model, bool (*is_wanted)(const Layer&)) {
     return std::any_of(model.layers, model.layers + model.layer_count, is_wanted);
 }
 
-bool has_output_norms(const Model& model) {
-    for (int32_t index = 0; index < model.layer_count; index++)
-        if (model.layers[index].attention_output_norm != nullptr) return true;
-    return false;
+bool has_output_norm(const Layer& layer) {
+    return layer.attention_output_norm != nullptr || layer.mlp_output_norm != nullptr;
 }
 
 AttentionShape shape_of(const Model& model, const Layer& layer) {
@@ -1765,7 +1763,7 @@ bool Engine::compute(const Model& model, const Step& step) {
     attention_gates_.of<float>(rows * gate_size_max);
     quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max(input_size_max, recurrent_size)));
     angles_.of<float>(model.rotary_count * rows * model.turned_dim);
-    float* outputs = product_.of<float>(has_output_norms(model) ? rows * hidden_size : 0);
+    float* outputs = product_.of<float>(has_layer(model, has_output_norm) ? rows * hidden_size : 0);
     const Norm norm{model.norm_kind, model.norm_eps};
     make_room_for_experts<T>(model);
     adapters_.plan<T>(step.adapters, chunk_of_row_, model.layer_count, team.thread_count(),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.attention import LatentAttention, attend
@@ -107,7 +108,7 @@ class _Attention:
         self._qkv = linear(hidden, attention.has_bias, unbiased, q_proj=queries, **own)
         self._gate: Linear | None = None
         if attention.has_gate:
-            self._gate = linear(hidden, attention.has_bias, q_gate_proj=attention.attended_size)
+            self._gate = linear(hidden, attention.has_bias, q_gate_proj=attention.gate_size)
         self._head_norms: HeadNorms | None = None
         if attention.qk_norm != "none":
             self._head_norms = HeadNorms(name, attention, config, kernels, dtype=dtype, device=device)
@@ -189,7 +190,9 @@ class _Attention:
         if self._gate is not None:
             # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
             # removes this difference, so the result of a row does not depend on the batch.
-            rows.mul_(self._gate(normed).double().sigmoid())
+            gates = self._gate(normed).double()
+            gates = functional.softplus(gates) if attention.has_softplus_gate else gates.sigmoid()
+            rows.view(*gates.shape, -1).mul_(gates[..., None])
         return self._output(rows, step.adapters), keys_values
 
 
@@ -323,7 +326,7 @@ class _Layer:
         self._attention_norm = norm("attention_norm", layer.has_attention_norm)
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
         self._mlp_norm = norm("mlp_norm", layer.has_mlp_norm)
-        self._mlp_output_norm = norm("mlp_output_norm", layer.has_output_norms)
+        self._mlp_output_norm = norm("mlp_output_norm", layer.has_mlp_output_norm)
         self._attention: _Attention | LatentAttention | ShortConv | StateSpace | SelectiveScan | DeltaNet | None
         if attention is None:
             self._attention = None

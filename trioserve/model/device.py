@@ -269,8 +269,7 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
     if isinstance(recurrent, DeltaNetConfig):
         states += recurrent.rank * sum(recurrent.latent_sizes.values())
     if isinstance(attention, AttentionConfig):
-        gates = attention.attended_size if attention.has_gate else 0
-        return states + hidden * (attention.attended_size + attention.projected_size + gates)
+        return states + hidden * (attention.attended_size + attention.projected_size + attention.gate_size)
     if not isinstance(attention, LatentAttentionConfig):
         return states
     rank = attention.query_rank

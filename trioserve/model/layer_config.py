@@ -248,6 +248,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
         kv_from: index of an earlier layer whose keys and values this layer attends to. The layer then has only queries.
             None: the layer has its own keys and values.
         has_gate: the output of the heads is multiplied by the sigmoid of a projection of the same size.
+        has_softplus_gate: softplus replaces this sigmoid.
+        has_gate_of_heads: the projection has one number for each head.
         slopes: number of each head. Times the distance to a token, it is subtracted from the scaled score (ALiBi, arXiv
             2108.12409). None: scores do not depend on distances.
     """
@@ -273,6 +275,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     has_values_of_keys: bool = False
     kv_from: int | None = None
     has_gate: bool = False
+    has_softplus_gate: bool = False
+    has_gate_of_heads: bool = False
     slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -311,6 +315,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
             check_count("v_head_dim", self.value_head_dim, self.head_dim)
             assert not self.has_value_norm, "normalized values have the size of keys"
             assert not self.has_values_of_keys, "values that are keys have their size"
+        assert self.has_gate or not (self.has_softplus_gate or self.has_gate_of_heads), "there is no gate"
         assert not self.has_turned_norms or self.qk_norm == "head", "only norms of heads follow the rotation"
         assert not self.has_turned_norms or self.kv_from is None, "rotated keys of another layer are normalized"
 
@@ -337,6 +342,11 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     def attended_size(self) -> int:
         """Size of the results of all query heads, which the output projection reads."""
         return self.head_count * self.value_dim
+
+    @property
+    def gate_size(self) -> int:
+        """Size of the projection whose numbers multiply the results of heads. 0: there is none."""
+        return (self.head_count if self.has_gate_of_heads else self.attended_size) if self.has_gate else 0
 
     @property
     def query_factor(self) -> float:
@@ -486,6 +496,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         scoring: softmax over the router's logits of all experts, or sigmoid of each logit. "sparsemixer" (arXiv
             2409.12136) chooses one expert after the other. Its score is a softmax over the remaining experts with a
             logit near the largest one.
+        logit_cap: with the cap c, a logit of the router becomes c * tanh(logit / c). None: there is no cap.
         nearness: with "sparsemixer", largest relative difference of near logits.
         scale: factor of the scores after they are normalized.
         has_score_bias: each expert has a bias that is added to its score when experts are chosen, but not when their
@@ -524,6 +535,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     weighs_inputs: bool = False
     has_gate: bool = True
     has_own_norms: bool = False
+    logit_cap: float | None = None
     nearness: float = 0.0
     identity_count: int = 0
     has_identity_results: bool = True
@@ -537,6 +549,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         check_count("the number of experts for each token", self.experts_per_token, self.choice_count)
         check_count("the experts' intermediate size", self.intermediate_size, DIMENSION_MAX)
         check_positive("the experts' scale", self.scale)
+        if self.logit_cap is not None:
+            check_positive("the cap of the router's logits", self.logit_cap)
         check_count("the number of groups of experts", self.group_count, min(EXPERT_GROUPS_MAX, self.expert_count))
         check_count("the number of groups for each token", self.groups_per_token, self.group_count)
         size = self.expert_count // self.group_count
@@ -856,6 +870,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attention: attention or its replacement. None: the layer consists only of an MLP or a mixture of experts.
         mlp: MLP or mixture of experts. None: the layer consists only of attention or its replacement.
+        has_only_mlp_output_norm: the MLP has an output norm, and attention has none.
         shortcut: mixture of experts that reads the input of the MLP. The next layer adds its result to the result of
             its own MLP (ScMoE, arXiv 2404.05019).
         is_parallel: attention and the MLP read the same hidden state, and both results are added in one sum.
@@ -876,6 +891,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shortcut: ExpertsConfig | None = None
     has_input_norms: bool = True
     has_output_norms: bool = False
+    has_only_mlp_output_norm: bool = False
     is_parallel: bool = False
     has_own_mlp_norm: bool = False
     residual_scale: float = 1.0
@@ -896,12 +912,16 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.shortcut is not None:
             assert isinstance(self.mlp, MlpConfig), "a shortcut is beside an MLP"
             assert not self.is_parallel, "a shortcut is added to the result of an MLP"
-            assert not self.has_output_norms, "a norm would change the result of a shortcut"
+            assert not self.has_mlp_output_norm, "a norm would change the result of a shortcut"
             assert not self.shortcut.has_own_norms, "a shortcut reads the input of the MLP"
         if self.normalizes_sums:
-            is_plain = self.has_input_norms and not (self.has_output_norms or self.is_parallel or self.laurel_rank)
+            is_plain = self.has_input_norms and not (self.has_mlp_output_norm or self.is_parallel or self.laurel_rank)
             assert is_plain, "each sum has one norm"
             assert self.mlp is not None, "there are two sums"
+        if self.has_only_mlp_output_norm:
+            assert self.mlp is not None, "an output norm of the MLP would have no input"
+            assert not self.has_output_norms, "attention has no output norm"
+            assert not self.is_parallel, "a parallel MLP would make a sum of two results"
         if self.laurel_rank:
             check_count("laurel_rank", self.laurel_rank, DIMENSION_MAX)
             assert self.has_input_norms, "laurel adds the normed input of attention"
@@ -924,6 +944,11 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def has_mlp_norm(self) -> bool:
         """True if the layer has an input norm of the MLP."""
         return self.has_input_norms and self.mlp is not None and (self.has_own_mlp_norm or not self.is_parallel)
+
+    @property
+    def has_mlp_output_norm(self) -> bool:
+        """True if the layer has an output norm of the MLP."""
+        return self.has_output_norms or self.has_only_mlp_output_norm
 
     @property
     def experts(self) -> ExpertsConfig | None:

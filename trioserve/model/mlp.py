@@ -312,6 +312,8 @@ class Experts:
         """
         mlp = self._mlp
         products = self._router(values).float()
+        if mlp.logit_cap is not None:
+            products = (products.double() / mlp.logit_cap).tanh().mul_(mlp.logit_cap).float()
         if mlp.scoring == "sparsemixer":
             return _chosen_in_turn(products, mlp.experts_per_token, mlp.nearness)
         # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding

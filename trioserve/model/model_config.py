@@ -284,7 +284,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.cross is not None:
                 assert isinstance(layer.attention, AttentionConfig), "the encoder's keys and values have heads"
                 assert layer.mlp is not None, "cross attention is between attention and an MLP"
-                is_plain = not (layer.is_parallel or layer.has_output_norms or layer.laurel_rank)
+                is_plain = not (layer.is_parallel or layer.has_mlp_output_norm or layer.laurel_rank)
                 assert is_plain, "cross attention is the second of three sums"
             if self.streams is not None:
                 assert layer.mlp is not None, "streams need layers with an MLP"

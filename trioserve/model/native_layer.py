@@ -99,7 +99,7 @@ class NativeLayer:
         self.attention_norm = norm_values(hidden, config.norm) if layer.has_attention_norm else None
         self.mlp_norm = norm_values(hidden, config.norm) if layer.has_mlp_norm else None
         self.attention_output_norm = norm_values(hidden, config.norm) if layer.has_output_norms else None
-        self.mlp_output_norm = norm_values(hidden, config.norm) if layer.has_output_norms else None
+        self.mlp_output_norm = norm_values(hidden, config.norm) if layer.has_mlp_output_norm else None
         self._latent: LatentStruct | None = None
         has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
         if isinstance(mlp, MlpConfig) and mlp.activation == "xielu":

@@ -117,6 +117,10 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
             return "experts are beside an MLP"
         if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.scoring not in SCORINGS:
             return f"experts are chosen by {layer.mlp.scoring}"
+        if isinstance(layer.attention, AttentionConfig) and layer.attention.has_softplus_gate:
+            return "attention has gates with softplus"
+        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.logit_cap is not None:
+            return "the logits of routers have a cap"
         if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.identity_count:
             return "some experts return their input"
         if isinstance(layer.attention, LatentAttentionConfig) and layer.attention.rotary is None:

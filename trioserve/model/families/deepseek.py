@@ -35,6 +35,7 @@ from trioserve.model.layer_config import (
 from trioserve.model.model_config import ModelConfig, RowFactors
 
 __all__ = [
+    "AXK1",
     "DEEPSEEK",
     "DEEPSEEK_V2",
     "DEEPSEEK_V3",
@@ -157,6 +158,17 @@ def _describe_sarvam(fields: ModelFields) -> ModelConfig:
     return _described(fields, "sarvam_mla", fields.routed_by_sigmoid())
 
 
+def _describe_axk1(fields: ModelFields) -> ModelConfig:
+    """Describe A.X-K1: DeepSeek-V3 with a norm of the result of each mixture of experts."""
+    if fields.is_null("q_lora_rank"):
+        raise fields.wrong("q_lora_rank", "a whole number for this family")
+    config = _described(fields, "axk1", fields.routed_by_sigmoid(dense_count=1))
+    layers = (
+        msgspec.structs.replace(layer, has_only_mlp_output_norm=layer.experts is not None) for layer in config.layers
+    )
+    return msgspec.structs.replace(config, layers=tuple(layers))
+
+
 def _describe_minicpm(fields: ModelFields) -> ModelConfig:
     """Describe MiniCPM 1 and 2: a Llama with factors on embeddings, residual sums and logits."""
     layer = LayerConfig(
@@ -242,6 +254,19 @@ GLM4_MOE_LITE = Family(
     notes=("qk_head_dim",),
     describe=_describe_glm,
     transformers=Naming(modules=SHARED_EXPERTS, pairs_adjacent=True),
+)
+AXK1 = replace(
+    DEEPSEEK_V3,
+    name="axk1",
+    classes=("AXK1ForCausalLM",),
+    model_type="axk1",
+    defaults={
+        **{name: value for name, value in DEEPSEEK_V3.defaults.items() if name != "first_k_dense_replace"},
+        "num_key_value_heads": 64,
+    },
+    describe=_describe_axk1,
+    transformers=Naming(modules={**SHARED_EXPERTS, "mlp_output_norm": "post_mlp_layernorm"}, pairs_adjacent=True),
+    gguf=None,
 )
 # Some layers of GLM-5 have no indexer: they read the tokens that an earlier layer's indexer selects.
 _INDEXED = replace(

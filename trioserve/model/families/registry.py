@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.families.afmoe import AFMOE
+from trioserve.model.families.afmoe import AFMOE, LAGUNA
 from trioserve.model.families.alibi import BLOOM, MPT
 from trioserve.model.families.cohere import COHERE, COHERE2, COHERE2_MOE
 from trioserve.model.families.deepseek import (
+    AXK1,
     DEEPSEEK,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -170,6 +171,7 @@ FAMILIES: tuple[Family, ...] = (
     EXAONE_MOE,
     COHERE2_MOE,
     AFMOE,
+    LAGUNA,
     FLEX_OLMO,
     HUNYUAN_DENSE,
     HUNYUAN_MOE,
@@ -192,6 +194,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE_LITE,
+    AXK1,
     MINICPM3,
     DEEPSEEK_V32,
     GLM_MOE_DSA,

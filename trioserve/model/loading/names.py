@@ -460,8 +460,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
     attention = layer.attention
     norms: list[tuple[str, int]] = []
     inputs = [("attention_norm", hidden)] * layer.has_attention_norm + [("mlp_norm", hidden)] * layer.has_mlp_norm
-    if layer.has_output_norms:
-        norms += [("attention_output_norm", hidden), ("mlp_output_norm", hidden)]
+    norms += [("attention_output_norm", hidden)] if layer.has_output_norms else []
+    norms += [("mlp_output_norm", hidden)] if layer.has_mlp_output_norm else []
     if isinstance(attention, LatentAttentionConfig):
         norms += [] if attention.query_rank is None else [("q_a_norm", attention.query_rank)]
         norms += [("kv_a_norm", attention.latent_dim)]
@@ -530,7 +530,7 @@ def _attention_matrices(
         return
     yield "q_proj", attention.query_size, hidden, attention.has_bias
     if attention.has_gate:
-        yield "q_gate_proj", attention.attended_size, hidden, attention.has_bias
+        yield "q_gate_proj", attention.gate_size, hidden, attention.has_bias
     if attention.kv_from is None:
         yield "k_proj", attention.key_size, hidden, attention.has_bias and attention.has_key_bias
         yield "v_proj", attention.value_size, hidden, attention.has_bias

@@ -426,7 +426,7 @@ def _attention(attention: AttentionConfig, place: Place) -> tuple[AttentionConfi
     has_norms_of_heads = attention.qk_norm in ("heads", "row")
     cuts = {
         "q_proj": rows(queries),
-        "q_gate_proj": rows(attended),
+        "q_gate_proj": rows(heads if attention.has_gate_of_heads else attended),
         "k_proj": rows(keys),
         "v_proj": rows(values),
         "o_proj": columns(place[0], attended),
