@@ -215,6 +215,7 @@ async def open_engines(
     settings = HostedModelsSettings(memory_bytes=memory_budget(memory), turn_seconds=turn, loads_max=max_loads)
     runs = ModelRuns[Engine](settings, specs, partial(_run_engine, configured))
     runs.resize = Engine.limit_kv_cache
+    runs.set_asleep = _set_asleep
     for model in hosted:
         if model.preload:
             runs.load(model.name)
@@ -223,6 +224,10 @@ async def open_engines(
             await nursery.start(runs.run)
             yield Engines(runs)
             nursery.cancel_scope.cancel()
+
+
+async def _set_asleep(engine: Engine, asleep: bool) -> None:
+    await (engine.sleep(1, "wait") if asleep else engine.wake_up())
 
 
 async def _run_engine(

@@ -103,3 +103,17 @@ async def test_memory_of_a_model_includes_its_draft_model():
         statuses = engines.statuses()
         weights_min = 2 * 130_000_000  # parameters in bfloat16
         assert statuses["c"].bytes - statuses["a"].bytes > weights_min
+
+
+async def test_engine_sleeps_for_another_one_and_wakes_with_equal_output():
+    models = {"a": {"model": "smollm2"}, "b": MODELS["b"]}
+    async with trioserve.open_engines(models, **(SMALL | {"kv_cache_memory": 0.3})) as engines:
+        async with engines.engine("a") as a:
+            first = await said(a)
+            full = engines.statuses()["a"].bytes
+        async with engines.engine("b"):
+            assert (engines.statuses()["a"].state, a.is_sleeping) == ("sleeping", True)
+            assert engines.statuses()["a"].bytes < full
+        async with engines.engine("a") as same:
+            assert same is a
+            assert await said(a) == first

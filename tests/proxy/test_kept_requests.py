@@ -299,7 +299,7 @@ OF_ONE_ENGINE = (
     *("/update_weights_from_disk", "/update_weights_from_shared_memory", "/get_weight_version"),
     *("/weight_info", "/get_world_size"),
     *("/update_weights_from_distributed", "/init_weights_update_group", "/destroy_weights_update_group"),
-    *("/sleep", "/wake_up", "/is_sleeping", "/kv_cache"),
+    "/kv_cache",
 )
 
 

@@ -147,6 +147,49 @@ async def test_cache_of_an_idle_model_becomes_smaller_for_a_model_that_waits(aut
         await models.router.assert_all_free()
 
 
+async def test_operator_lets_a_model_sleep_and_a_request_wakes_it(autojump_clock):
+    cache = {"kv_blocks": 64, "kv_blocks_min": 32, "kv_block_bytes": 1, "kv_block_tokens": 4}
+    async with open_models(spec("a", bytes=80, **cache), spec("b")) as models:
+        models.sizes = {"block_count": 64, "max_model_len": 128}
+        client = models.router.client
+        asked = (("POST", "/sleep", True), ("GET", "/is_sleeping", True), ("POST", "/wake_up", False))
+
+        async def ask(method: str, path: str) -> tuple[int, object]:
+            async with client().ask(f"{path}?model=a", None, method=method) as response:
+                return await response.head(), await response.json()
+
+        assert (await ask("POST", "/sleep"))[0] == 400
+        assert await (await client().post(PATH, body("a"))).head() == 200
+        for method, path, is_sleeping in asked:
+            assert await ask(method, path) == (200, {"is_sleeping": is_sleeping})
+            assert models.servers["a"].engine.is_sleeping == is_sleeping
+            assert models.host.held_bytes == (16 if is_sleeping else 80)
+        await ask("POST", "/sleep")
+        assert models.state("a") == "sleeping"
+        assert b'hosted_model_sleeping{hosted_model="a"} 1.0' in await (await client().get("/metrics")).read()
+        assert await (await client().post(PATH, body("a"))).head() == 200
+        assert (models.state("a"), models.loads) == ("loaded", ["a"])
+        await models.router.assert_all_free()
+
+
+async def test_model_that_does_not_wake_up_is_loaded_again(autojump_clock):
+    cache = {"kv_blocks": 64, "kv_blocks_min": 32, "kv_block_bytes": 1, "kv_block_tokens": 4}
+    async with open_models(spec("a", bytes=80, **cache)) as models:
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 200
+        set_asleep = models.host.set_asleep
+
+        async def fail_to_wake(loaded: EndpointSpec, asleep: bool) -> None:
+            if not asleep:
+                raise EndpointLost("it does not answer")
+            await set_asleep(loaded, asleep)
+
+        models.host.set_asleep = fail_to_wake
+        models.host.sleep("a")
+        assert (await models.host.wait_until_settled("a")).state == "sleeping"
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 200
+        assert models.loads == ["a", "a"]
+
+
 async def test_cache_of_a_model_that_is_being_unloaded_keeps_its_size(autojump_clock):
     async with open_models(spec("a")) as models:
         with pytest.raises(EndpointLost, match="the model is being unloaded"):

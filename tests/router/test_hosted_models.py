@@ -195,12 +195,12 @@ def test_caches_of_idle_models_become_smaller_before_a_model_is_unloaded():
 
 
 def test_idle_model_is_unloaded_if_the_caches_are_not_enough():
-    models = models_of(cached("a"), cached("b"), spec("c", 12), memory=20)
+    models = models_of(cached("a"), cached("b"), spec("c", 14), memory=20)
     models.release(load(models, "a", 0), 1)
     models.release(load(models, "b", 2), 3)
     models.wait("c", 4)
     assert models.decide(4) == [
-        ModelResize("b", 2, 32, "c needs its memory"),
+        ModelOrder("b", ModelState.SLEEPING, "c needs its memory"),
         ModelOrder("a", ModelState.UNLOADING, "c needs its memory"),
     ]
 
@@ -280,3 +280,44 @@ def test_idle_model_of_worse_priority_gives_way_first():
     models.release(load(models, "b", 100), 101)
     models.wait("c", 102)
     assert states(models.decide(102)) == [("b", "unloading")]
+
+
+def test_idle_model_sleeps_if_its_cache_is_enough_and_a_request_wakes_it():
+    models = models_of(cached("a"), spec("b", 6), memory=10)
+    models.release(load(models, "a", 0), 1)
+    models.wait("b", 4)
+    assert models.decide(4) == [ModelOrder("a", ModelState.SLEEPING, "b needs its memory")]
+    assert models.held_bytes == 10
+    models.on_slept("a", 5)
+    assert models.held_bytes == 4
+    assert states(models.decide(5)) == [("b", "loading")]
+    models.on_loaded("b", 6)
+    models.release(models.lease("b", 6), 7)
+    models.wait("a", 8)
+    assert models.lease("a", 8) is None
+    assert states(models.decide(8)) == [("b", "unloading")]
+    models.on_unloaded("b", 9)
+    assert states(models.decide(9)) == [("a", "waking")]
+    assert models.held_bytes == 10
+    models.on_woken("a", 9.5)
+    assert models.lease("a", 9.5) is not None
+    assert models["a"].wake_seconds == 0.5
+
+
+def test_model_that_wakes_slower_than_it_loads_is_unloaded():
+    models = models_of(cached("a"), spec("b", 6), memory=10)
+    models.release(load(models, "a", 0), 1)
+    models.request_sleep("a", 2)
+    models.on_slept("a", 3)
+    models.request_load("a", 4)
+    assert states(models.decide(4)) == [("a", "waking")]
+    models.on_woken("a", 6)
+    models.wait("b", 7)
+    assert states(models.decide(7)) == [("a", "unloading")]
+
+
+def test_model_in_use_does_not_sleep():
+    models = models_of(cached("a"), memory=10)
+    load(models, "a", 0)
+    with pytest.raises(InvalidRequest, match="the model a cannot sleep now"):
+        models.request_sleep("a", 2)

@@ -35,6 +35,9 @@ __all__ = ["ModelRuns", "ModelStatus", "RunModel"]
 
 logger = logging.getLogger(__name__)
 
+WAITING_STATES = (ModelState.UNLOADED, ModelState.SLEEPING)
+"""States in which a model waits for memory if requests wait for the model."""
+
 LoadedT = TypeVar("LoadedT")
 LoadedT_co = TypeVar("LoadedT_co", covariant=True)
 
@@ -69,7 +72,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the model.
-        state: unloaded, loading, loaded, draining or unloading.
+        state: unloaded, loading, loaded, draining, unloading, sleeping or waking.
         reason: why it has this state.
         activity: what a load does at the moment, such as "loading chat". None: nothing is loaded, or it is unknown.
         progress: share of the activity that is done, from 0 to 1. None: it is unknown.
@@ -126,11 +129,14 @@ class ModelRuns(Generic[LoadedT]):
 
     Attributes:
         names: names of the models.
-        on_order: called with each order for a loaded model: LOADED (also after a load), DRAINING or UNLOADING.
+        on_order: called with each order for a loaded model: LOADED (also after a load or a wake-up), DRAINING,
+            UNLOADING, SLEEPING or WAKING.
         on_ended: called with a loaded model that ended without an order.
         on_refused: called after a failed load, with the error for all requests that wait for the model.
         resize: changes the KV cache of a loaded model to a number of tokens, and returns when the memory of the rest is
             free. Any error means that the cache keeps its size. Required if the cache of a model may change.
+        set_asleep: frees the whole KV cache of a loaded model (True), or allocates it again (False), and returns when
+            this has happened. Any error of True means that the model is awake. Required if a model may sleep.
         on_adapter: called with a model, an adapter and its path, which the model has at each load from now on. Called
             with None when the adapter is removed.
         on_names: called with a model after a change of its adapters.
@@ -151,6 +157,7 @@ class ModelRuns(Generic[LoadedT]):
         self.on_ended: Callable[[LoadedT], None] = lambda loaded: None
         self.on_refused: Callable[[str, NoEndpoint], None] = lambda name, error: None
         self.resize: Callable[[LoadedT, int], Awaitable[None]] | None = None
+        self.set_asleep: Callable[[LoadedT, bool], Awaitable[None]] | None = None
         self.on_adapter: Callable[[str, str, str | None], None] = lambda name, adapter, path: None
         self.on_names: Callable[[str], None] = lambda name: None
         self.on_load_time: Callable[[float], object] = lambda seconds: None
@@ -350,6 +357,19 @@ class ModelRuns(Generic[LoadedT]):
             self._follow(order)
         self._changed.set()
 
+    def sleep(self, name: str) -> None:
+        """Free the KV cache of an idle model. A request or `load` wakes it.
+
+        Args:
+            name: a hosted model.
+
+        Raises:
+            InvalidRequest: the model is not loaded, in use, pinned, or cannot free its KV cache.
+        """
+        for order in self._models.request_sleep(name, trio.current_time()):
+            self._follow(order)
+        self._changed.set()
+
     def keep_alive(self, name: str, seconds: float | None) -> None:
         """Set how long a model stays loaded while it is idle.
 
@@ -441,6 +461,9 @@ class ModelRuns(Generic[LoadedT]):
             self.on_order(state, run.loaded)
         if state is ModelState.UNLOADING:
             run.stopping.set()
+        elif state in (ModelState.SLEEPING, ModelState.WAKING):
+            assert self._nursery is not None, "orders are followed only inside of run"
+            self._nursery.start_soon(self._set_asleep, run, state is ModelState.SLEEPING)
 
     async def _run(self, run: _Run[LoadedT]) -> None:
         """Run a model from the start of its load to its end."""
@@ -498,9 +521,38 @@ class ModelRuns(Generic[LoadedT]):
         self._models.on_resized(name, trio.current_time(), has_failed=error is not None)
         self._changed.set()
 
+    async def _set_asleep(self, run: _Run[LoadedT], asleep: bool) -> None:
+        """Let a loaded model sleep, or wake it. A model that does not wake up ends, and is loaded again."""
+        name, error = run.name, None
+        async with run.resizing:
+            if self._runs.get(name) is not run:
+                return  # The model ended in the meantime.
+            assert self.set_asleep is not None, "a model that may sleep needs set_asleep"
+            assert run.loaded is not None, "only loaded models sleep"
+            try:
+                with errors_unwrapped():
+                    await self.set_asleep(run.loaded, asleep)
+            except TrioserveError as raised:
+                error = raised
+        if self._runs.get(name) is not run:
+            return
+        if error is not None:
+            logger.warning("model cannot %s model=%s reason=%s", "sleep" if asleep else "wake up", name, error)
+        if asleep:
+            self._models.on_slept(name, trio.current_time(), has_failed=error is not None)
+        elif error is not None:
+            run.stopping.set()
+            return
+        else:
+            self._models.on_woken(name, trio.current_time())
+        if self._models[name].state is ModelState.LOADED:
+            self._reasons[name] = "it was woken" if error is None else "it cannot sleep"
+            self.on_order(ModelState.LOADED, run.loaded)
+        self._changed.set()
+
     def _reason(self, model: HostedModel, now: float) -> str:
         """Return why a model has its state, or what it waits for."""
-        if model.state is not ModelState.UNLOADED or model.waiting_since is None:
+        if model.state not in WAITING_STATES or model.waiting_since is None:
             return self._reasons[model.spec.name]
         if now < model.retry_at:
             return f"it is loaded again in {model.retry_at - now:.0f} s: {model.failure}"
@@ -509,5 +561,6 @@ class ModelRuns(Generic[LoadedT]):
         return "it waits for the memory of other models"
 
     def _is_changing(self, model: HostedModel) -> bool:
-        settled = (ModelState.LOADED, ModelState.UNLOADED)
-        return model.state not in settled or (model.waiting_since is not None and model.state is ModelState.UNLOADED)
+        if model.state in WAITING_STATES:
+            return model.waiting_since is not None or (model.state is ModelState.SLEEPING and not model.is_asleep)
+        return model.state is not ModelState.LOADED

@@ -108,6 +108,16 @@ class RouterMetrics:
             part="router",
         ),
     ]
+    hosted_model_sleeping: Annotated[
+        Gauge,
+        Metric(
+            Question.SURVIVAL,
+            "models",
+            "1 if a model that is loaded on demand sleeps without its KV cache, 0 if it does not.",
+            labels=(Label("hosted_model"),),
+            part="router",
+        ),
+    ]
     hosted_model_waiting_requests: Annotated[
         Gauge,
         Metric(

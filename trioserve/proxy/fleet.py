@@ -85,6 +85,7 @@ class Fleet:
     Attributes:
         dispatch: Queue and router.
         aliases: Model names of endpoints by additional names for clients.
+        connect: Makes the client of an endpoint, which need not be in the fleet.
         hosted_adapters: LoRA adapters of models that this server loads on demand.
         on_silent: Called with the reason when a response is given up because its connection is silent.
     """
@@ -111,7 +112,7 @@ class Fleet:
         self.aliases = dict(aliases or {})
         self._watch_settings = watch or WatchSettings()
         self._ssl_context = ssl_context
-        self._connect = connect or self._connected
+        self.connect = connect or self._connected
         self._peers = peers
         self._members: dict[EndpointId, _Member] = {}
         self._nursery: trio.Nursery | None = None
@@ -151,7 +152,7 @@ class Fleet:
             StartupError: The URL is invalid, or another endpoint has the id.
         """
         id = spec.endpoint_id
-        remote = remote or self._connect(spec)
+        remote = remote or self.connect(spec)
         self.dispatch.add_endpoint(id, spec.models or (), leases_max=spec.leases_max, role=spec.role)
         known = self._members.get(id)
         if known is not None:  # The endpoint returns while it is being drained.

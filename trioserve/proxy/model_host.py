@@ -19,6 +19,7 @@ from trioserve.trio_tools.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
+    from trioserve.proxy.remote_endpoint import RemoteEndpoint
 
 __all__ = ["ModelHost"]
 
@@ -46,6 +47,7 @@ class ModelHost(TicketFollower):
         models.on_ended = self._drain
         models.on_refused = self._refuse_waiting
         models.resize = self._resize
+        models.set_asleep = self._set_asleep
         models.on_names = self._note_names
         fleet.dispatch.host(models.served_names, self)
         fleet.hosted_adapters = models.served_names - models.names
@@ -64,6 +66,7 @@ class ModelHost(TicketFollower):
             totals = {"loaded": models.loads_total, "failed": models.failures_total, "unloaded": models.unloads_total}
             for name, status in models.statuses().items():
                 metrics.hosted_model_loaded.labels(name).set(status.state in ("loaded", "draining"))
+                metrics.hosted_model_sleeping.labels(name).set(status.state == "sleeping")
                 metrics.hosted_model_waiting_requests.labels(name).set(status.waiting)
                 for outcome, by_model in totals.items():
                     more = by_model[name] - self._shown[name, outcome]
@@ -127,13 +130,30 @@ class ModelHost(TicketFollower):
     async def _resize(self, spec: EndpointSpec, tokens: int) -> None:
         if spec.endpoint_id not in self._fleet.specs():
             raise EndpointLost("the model is being unloaded")
-        remote = self._fleet.remote(spec.endpoint_id)
-        async with remote.request("POST", f"/kv_cache?tokens={tokens}", [], b"") as response:
-            answer = await response.whole(ANSWER_BYTES_MAX) or b""
-            if response.status != 200:
-                raise InvalidRequest(f"status {response.status}: {answer[:500].decode('utf-8', 'replace')}")
+        await _post(self._fleet.remote(spec.endpoint_id), f"/kv_cache?tokens={tokens}")
+
+    async def _set_asleep(self, spec: EndpointSpec, asleep: bool) -> None:
+        path = "/sleep?level=1&mode=wait" if asleep else "/wake_up"
+        remote = self._fleet.connect(spec)  # A sleeping model is no endpoint of the router.
+        try:
+            await _post(remote, path)
+        finally:
+            remote.close()
 
     def _refuse_waiting(self, name: str, error: NoEndpoint) -> None:
         for admission in self._fleet.dispatch.live_admissions():
             if admission.is_waiting and admission.model in self._models and self._models.base(admission.model) == name:
                 admission.end(error)
+
+
+async def _post(remote: RemoteEndpoint, path: str) -> None:
+    """Send a request of an operator to the process of a model.
+
+    Raises:
+        InvalidRequest: the process refused it.
+        EndpointLost: it did not answer.
+    """
+    async with remote.request("POST", path, [], b"") as response:
+        answer = await response.whole(ANSWER_BYTES_MAX) or b""
+        if response.status != 200:
+            raise InvalidRequest(f"status {response.status}: {answer[:500].decode('utf-8', 'replace')}")

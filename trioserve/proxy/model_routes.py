@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.admission.model_runs import ModelRuns, ModelStatus
+from trioserve.api.form import Query
 from trioserve.api.ollama.answer import (
     OllamaChatLine,
     OllamaModel,
@@ -25,6 +26,7 @@ from trioserve.api.ollama.answer import (
 from trioserve.api.ollama.models import model_card, running_card
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
+from trioserve.api.operations.pausing import IsSleeping
 from trioserve.api.response import Listing, Response
 from trioserve.api.sse import encode
 from trioserve.api.surface import OLLAMA_PATH
@@ -45,9 +47,12 @@ __all__ = [
     "list_tags",
     "load_model",
     "loading_comment",
+    "read_is_sleeping",
     "read_model",
     "set_keep_alive",
+    "sleep_model",
     "unload_model",
+    "wake_model",
 ]
 
 STARTED_AT = int(time.time())
@@ -70,7 +75,7 @@ class RoutedModelStatus(Response):
         unloads_in_seconds: time until the model is unloaded if it stays idle.
     """
 
-    value: Literal["unloaded", "loading", "loaded", "draining", "unloading"]
+    value: Literal["unloaded", "loading", "loaded", "draining", "unloading", "sleeping", "waking"]
     reason: str
     waiting: int
     leases: int
@@ -188,6 +193,53 @@ async def unload_model(context: RouterContext) -> None:
     models.unload(name)
     status = await models.wait_until_settled(name)
     await context.respond_json(ModelChanged(success=True, status=_status(status)))
+
+
+async def sleep_model(context: RouterContext) -> None:
+    """POST /sleep?model=NAME: free the KV cache of an idle model, and wait until its memory is free.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        InvalidRequest: The model is not loaded on demand, is in use, or cannot sleep.
+    """
+    models, name = _queried_model(context)
+    Query(context.exchange.query).number("level", 1, low=1, high=1)
+    models.sleep(name)
+    await _respond_sleeping(context, await models.wait_until_settled(name))
+
+
+async def wake_model(context: RouterContext) -> None:
+    """POST /wake_up?model=NAME: wake a model, and wait until it is awake. A model that is not loaded stays so.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        InvalidRequest: The model is not loaded on demand.
+    """
+    models, name = _queried_model(context)
+    if models.status(name).state == "sleeping":
+        models.load(name)
+    await _respond_sleeping(context, await models.wait_until_settled(name))
+
+
+async def read_is_sleeping(context: RouterContext) -> None:
+    """GET /is_sleeping?model=NAME.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        InvalidRequest: The model is not loaded on demand.
+    """
+    models, name = _queried_model(context)
+    await _respond_sleeping(context, models.status(name))
+
+
+async def _respond_sleeping(context: RouterContext, status: ModelStatus) -> None:
+    await context.respond_json(IsSleeping(is_sleeping=status.state == "sleeping"))
 
 
 def loading_comment(context: RouterContext, admission: AdmissionScope) -> bytes:
@@ -322,7 +374,14 @@ def _duration(text: str) -> float | None:
 
 
 async def _named_model(context: RouterContext) -> tuple[ModelRuns[EndpointSpec], str]:
-    named = decode_body(await context.exchange.body(), NamedModel).model
+    return _hosted_model(context, decode_body(await context.exchange.body(), NamedModel).model)
+
+
+def _queried_model(context: RouterContext) -> tuple[ModelRuns[EndpointSpec], str]:
+    return _hosted_model(context, context.query("model") or "")
+
+
+def _hosted_model(context: RouterContext, named: str) -> tuple[ModelRuns[EndpointSpec], str]:
     name, models = context.services.fleet.aliases.get(named, named), context.services.models
     if models is None or name not in models:
         hosted = ", ".join(models.statuses()) if models is not None else ""

@@ -57,8 +57,11 @@ from trioserve.proxy.model_routes import (
     list_running,
     list_tags,
     load_model,
+    read_is_sleeping,
     read_model,
+    sleep_model,
     unload_model,
+    wake_model,
 )
 from trioserve.proxy.peers.kept_stream import ClientLeftNotices
 from trioserve.proxy.peers.peer_watch import PEER_PATH
@@ -356,6 +359,9 @@ FORWARDERS: dict[Forwarding, Handler[RouterContext]] = {
 OWN_HANDLERS: dict[tuple[str, str], Handler[RouterContext]] = {
     ("POST", "/v1/load_lora_adapter"): load_adapter,
     ("POST", "/v1/unload_lora_adapter"): unload_adapter,
+    ("POST", "/sleep"): sleep_model,
+    ("POST", "/wake_up"): wake_model,
+    ("GET", "/is_sleeping"): read_is_sleeping,
     ("GET", "/v1/responses"): serve_connection,
     ("GET", "/v1/models"): list_models,
     ("GET", "/v1/models/{model}"): read_model,

@@ -4,14 +4,16 @@ A request for a model waits until the model is loaded, and then holds a lease on
 unloaded. If memory is short, it is taken in this order, each from the model of the least priority on:
 
 1. KV caches of idle models become smaller. What they contain is lost.
-2. Idle models are unloaded.
-3. KV caches of busy models become smaller, when the requests that use the last blocks have ended.
-4. A busy model gives way to one that waits, but only after both have waited or run for `turn_seconds`: it then gets no
+2. Idle models sleep: they keep their weights, and free their whole KV caches. A request wakes the model, which is
+   faster than a load.
+3. Idle and sleeping models are unloaded.
+4. KV caches of busy models become smaller, when the requests that use the last blocks have ended.
+5. A busy model gives way to one that waits, but only after both have waited or run for `turn_seconds`: it then gets no
    new leases, and is unloaded after its last lease.
 
 The KV cache of a busy model becomes larger again when no model waits for memory, `turn_seconds` after its last change.
 
-At most one model of a group is loaded. The next one replaces it by rules 2 and 4, even if memory is free.
+At most one model of a group is loaded. The next one replaces it by rules 3 and 5, even if memory is free.
 
 Models wait in the order of their arrival. A model whose priority is better by 1 counts as having waited for
 `SECONDS_PER_PRIORITY` longer, so a model is overtaken for a bounded time only.
@@ -19,6 +21,9 @@ Models wait in the order of their arrival. A model whose priority is better by 1
     UNLOADED ──a request waits──► LOADING ──on_loaded──► LOADED ──memory is needed──► DRAINING
         ▲                            │ no request waits     │ idle for keep_alive_seconds │ last lease released
         └──────on_unloaded───────────┴──────UNLOADING ◄─────┴─────────────────────────────┘
+
+    LOADED ──memory is needed──► SLEEPING ──a request waits──► WAKING ──on_woken──► LOADED
+                                     └──memory is needed, or idle for keep_alive_seconds──► UNLOADING
 
 The caller reports what happens, calls `decide` after each report and at `next_at`, and follows the orders.
 """
@@ -53,17 +58,22 @@ class ModelState(enum.Enum):
     LOADED = "loaded"
     DRAINING = "draining"
     UNLOADING = "unloading"
+    SLEEPING = "sleeping"
+    WAKING = "waking"
 
 
 UNLOADED, LOADING, LOADED = ModelState.UNLOADED, ModelState.LOADING, ModelState.LOADED
 DRAINING, UNLOADING = ModelState.DRAINING, ModelState.UNLOADING
+SLEEPING, WAKING = ModelState.SLEEPING, ModelState.WAKING
 # A model becomes UNLOADED without being UNLOADING if its load fails, or if it crashes.
 TRANSITIONS: Final[dict[ModelState, frozenset[ModelState]]] = {
     UNLOADED: frozenset({LOADING}),
     LOADING: frozenset({LOADED, UNLOADING, UNLOADED}),
-    LOADED: frozenset({DRAINING, UNLOADING, UNLOADED}),
+    LOADED: frozenset({DRAINING, UNLOADING, UNLOADED, SLEEPING}),
     DRAINING: frozenset({LOADED, UNLOADING, UNLOADED}),
     UNLOADING: frozenset({UNLOADED}),
+    SLEEPING: frozenset({WAKING, LOADED, UNLOADING, UNLOADED}),
+    WAKING: frozenset({LOADED, UNLOADING, UNLOADED}),
 }
 
 
@@ -76,7 +86,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         bytes: memory of weights, KV cache and everything else, which the loaded model never exceeds.
         kv_blocks: blocks of the KV cache, which are a part of this memory.
         kv_blocks_min: smallest number of blocks.
-        kv_block_bytes: memory that is free for each block less. 0: the cache keeps its size.
+        kv_block_bytes: memory that is free for each block less. 0: the cache keeps its size, and the model never
+            sleeps.
         kv_block_tokens: tokens of a block.
         load_seconds: estimated time of a load. It is measured from the first load on.
         keep_alive_seconds: an idle model is unloaded after this time. It counts from the end of the last request.
@@ -114,7 +125,8 @@ class ModelOrder(msgspec.Struct, frozen=True):
     Attributes:
         name: the model.
         state: LOADING: begin to load it. UNLOADING: cancel its load, or unload it. DRAINING: it gets no more leases.
-            LOADED: it gets leases again.
+            LOADED: it gets leases again. SLEEPING: free its KV cache, and report the end with `on_slept`. WAKING:
+            allocate its KV cache, and report the end with `on_woken`.
         reason: reason for users.
     """
 
@@ -163,12 +175,14 @@ class HostedModel:
         leases: open leases.
         kv_blocks: blocks of the KV cache that the model may use. During a change, it is the larger number.
         wanted_blocks: blocks after the ordered changes of the cache.
+        awake_blocks: blocks of the KV cache before the model began to sleep. It has them again after a wake-up.
         resized_at: time of the last order to change the KV cache.
         is_fixed: True if a change of the KV cache failed, until the model is unloaded.
         changed_at: time of the last change of `state`.
         used_at: time at which the last lease ended, or at which the model was loaded.
         keep_alive_seconds: an idle model is unloaded after this time. At first, it is the value of the description.
         load_seconds: time of the last load, or its estimate.
+        wake_seconds: time of the last wake-up. 0: the model has never slept.
         loaded_at: time at which the last load ended.
         failure: reason of the last failed load. None after a load that succeeded.
         failure_count: failed loads in a row.
@@ -176,6 +190,7 @@ class HostedModel:
     """
 
     __slots__ = (
+        "awake_blocks",
         "changed_at",
         "failure",
         "failure_count",
@@ -194,6 +209,7 @@ class HostedModel:
         "used_at",
         "waiting_count",
         "waiting_since",
+        "wake_seconds",
         "wanted_blocks",
     )
 
@@ -205,7 +221,7 @@ class HostedModel:
         self.is_requested = False
         self.must_unload = False
         self.leases: set[ModelLease] = set()
-        self.kv_blocks = self.wanted_blocks = spec.kv_blocks
+        self.kv_blocks = self.wanted_blocks = self.awake_blocks = spec.kv_blocks
         self.resized_at = -math.inf
         self.is_fixed = False
         self.changed_at = 0.0
@@ -213,6 +229,7 @@ class HostedModel:
         self.loaded_at = 0.0
         self.keep_alive_seconds = spec.keep_alive_seconds
         self.load_seconds = spec.load_seconds
+        self.wake_seconds = 0.0
         self.failure: str | None = None
         self.failure_count = 0
         self.retry_at = -math.inf
@@ -237,6 +254,23 @@ class HostedModel:
         """True if the KV cache may become smaller now."""
         is_free = self.state is LOADED and not self.is_fixed and self.spec.kv_block_bytes > 0
         return is_free and self.wanted_blocks > self.spec.kv_blocks_min
+
+    @property
+    def can_sleep(self) -> bool:
+        """True if the model may sleep now."""
+        is_free = self.state is LOADED and self.is_idle and not (self.is_fixed or self.spec.is_pinned)
+        is_settled = self.wanted_blocks == self.kv_blocks > 0 and self.spec.kv_block_bytes > 0
+        return is_free and is_settled
+
+    @property
+    def wake_bytes(self) -> int:
+        """Memory that the model needs in addition to what it has, to be loaded or woken."""
+        return self.spec.bytes_with(self.awake_blocks) - self.bytes if self.state is SLEEPING else self.spec.bytes
+
+    @property
+    def is_asleep(self) -> bool:
+        """True if the model sleeps, and its KV cache is free."""
+        return self.state is SLEEPING and self.kv_blocks == 0
 
     @property
     def idle_until(self) -> float:
@@ -475,6 +509,36 @@ class HostedModels:
         model.is_requested = False
         model.note_waits(now)
 
+    def on_slept(self, name: str, now: float, *, has_failed: bool = False) -> None:
+        """Note that the KV cache of a model that was ordered to sleep is free, or that the model cannot sleep.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+            has_failed: True if the model is still awake. It does not sleep again before its next load.
+        """
+        model = self._models[name]
+        if model.state is SLEEPING and not model.is_asleep:
+            model.kv_blocks = model.wanted_blocks = model.kv_blocks if has_failed else 0
+            if has_failed:
+                model.is_fixed = True
+                model.change(LOADED, now)
+
+    def on_woken(self, name: str, now: float) -> None:
+        """Note that a model is awake again. It is idle from now on if no request waits.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+        """
+        model = self._models[name]
+        if model.state is WAKING:
+            model.wake_seconds = now - model.changed_at
+            model.change(LOADED, now)
+            model.used_at = now
+            model.is_requested = False
+            model.note_waits(now)
+
     def on_failed(self, name: str, now: float, reason: str) -> None:
         """Note that a load failed, or that a loaded model crashed. Its memory is free, and its leases are returned.
 
@@ -537,9 +601,33 @@ class HostedModels:
         model = self._models[name]
         model.retry_at = -math.inf
         self.check(name, now)
-        if model.state in (UNLOADED, UNLOADING):
+        if model.state in (UNLOADED, UNLOADING, SLEEPING):
             model.is_requested = True
             model.note_waits(now)
+
+    def request_sleep(self, name: str, now: float) -> list[ModelOrder]:
+        """Let a model sleep for an operator.
+
+        Args:
+            name: the model.
+            now: time in seconds.
+
+        Returns:
+            The orders. Empty if the model sleeps already.
+
+        Raises:
+            InvalidRequest: the model is not loaded, in use, pinned, or cannot free its KV cache.
+        """
+        model = self._models[name]
+        if model.state is SLEEPING:
+            return []
+        if not model.can_sleep:
+            raise InvalidRequest(
+                f"the model {model.spec.name} cannot sleep now: only a loaded model without requests can, whose KV "
+                f"cache may be freed, and which is not pinned; use /models/unload otherwise",
+                param="model",
+            )
+        return [self._order(model, SLEEPING, now, "sleep was requested")]
 
     def request_unload(self, name: str, now: float) -> list[ModelOrder]:
         """Unload a model for an operator: at once if it is idle, else after its last lease.
@@ -554,7 +642,7 @@ class HostedModels:
         model = self._models[name]
         model.is_requested = False
         model.note_waits(now)
-        if model.state not in (LOADED, DRAINING):
+        if model.state not in (LOADED, DRAINING, SLEEPING, WAKING):
             return []
         model.must_unload = True
         if model.state is DRAINING:
@@ -575,7 +663,7 @@ class HostedModels:
                 orders.append(self._order(model, UNLOADING, now, "no request waits for it any more"))
             elif model.state is DRAINING and not model.leases:
                 orders.append(self._order(model, UNLOADING, now, "its last request has ended"))
-            elif model.state is LOADED and model.is_idle and now >= model.idle_until:
+            elif model.state in (LOADED, SLEEPING) and model.is_idle and now >= model.idle_until:
                 orders.append(self._order(model, UNLOADING, now, "it was idle"))
         wanted = self._wanted(now)
         for model in wanted:
@@ -594,10 +682,15 @@ class HostedModels:
         for model in wanted:
             if self.rivals(model):
                 continue  # The memory of the rival becomes free first.
-            lacking_bytes = self.held_bytes + model.spec.bytes - self._settings.memory_bytes
+            lacking_bytes = self.held_bytes + model.wake_bytes - self._settings.memory_bytes
             if lacking_bytes > 0:
                 orders += self._free(model, lacking_bytes, now)
                 break  # A later model does not take the memory that this one waits for.
+            if model.state is SLEEPING:
+                if model.is_asleep:
+                    model.kv_blocks = model.wanted_blocks = model.awake_blocks  # It has the memory from now on.
+                    orders.append(self._order(model, WAKING, now, "requests wait for it"))
+                continue
             if loading_count == self._settings.loads_max:
                 break
             loading_count += 1
@@ -613,14 +706,16 @@ class HostedModels:
         Returns:
             The time in seconds, or infinity.
         """
-        times = [model.idle_until for model in self if model.state is LOADED and model.is_idle]
+        times = [model.idle_until for model in self if model.state in (LOADED, SLEEPING) and model.is_idle]
         times += [model.retry_at for model in self if model.state is UNLOADED and model.waiting_since is not None]
         wanted = self._wanted(now)
         for model in wanted:
             assert model.waiting_since is not None
             times.append(model.waiting_since + self._settings.turn_seconds)
         if wanted:
-            times += [model.changed_at + self._settings.turn_seconds for model in self if model.state is LOADED]
+            times += [
+                model.changed_at + self._settings.turn_seconds for model in self if model.state in (LOADED, SLEEPING)
+            ]
         else:
             times += [model.resized_at + self._settings.turn_seconds for model in self._growing()]
         return min((time for time in times if time > now), default=math.inf)
@@ -632,7 +727,7 @@ class HostedModels:
         models = [
             (model.waiting_since + SECONDS_PER_PRIORITY * model.spec.priority, model.spec.name, model)
             for model in self
-            if model.state is UNLOADED and model.waiting_since is not None and model.retry_at <= now
+            if model.state in (UNLOADED, SLEEPING) and model.waiting_since is not None and model.retry_at <= now
         ]
         return [model for _, _, model in sorted(models)]
 
@@ -646,7 +741,7 @@ class HostedModels:
         return [
             self._order(model, DRAINING if model.leases else UNLOADING, now, reason)
             for model in self.rivals(wanted)
-            if model.state is LOADED and (model.is_idle or self._is_due(model, wanted, now))
+            if model.state in (LOADED, SLEEPING) and (model.is_idle or self._is_due(model, wanted, now))
         ]
 
     def _is_due(self, model: HostedModel, wanted: HostedModel, now: float) -> bool:
@@ -658,8 +753,12 @@ class HostedModels:
     def _free(self, wanted: HostedModel, lacking_bytes: int, now: float) -> list[ModelOrder | ModelResize]:
         """Choose caches that become smaller and models that give way, if that frees enough memory."""
         lacking_bytes -= sum(model.bytes for model in self if model.state in (UNLOADING, DRAINING))
-        lacking_bytes -= sum(model.bytes - model.bytes_to_come for model in self if model.state is LOADED)
-        loaded = [model for model in self if model.state is LOADED and not model.spec.is_pinned]
+        lacking_bytes -= sum(model.bytes - model.bytes_to_come for model in self if model.state in (LOADED, SLEEPING))
+        loaded = [
+            model
+            for model in self
+            if model.state in (LOADED, SLEEPING) and not model.spec.is_pinned and model is not wanted
+        ]
         idle = sorted((model for model in loaded if model.is_idle), key=_value)
         busy = sorted(
             (model for model in loaded if not model.is_idle),
@@ -667,6 +766,7 @@ class HostedModels:
         )
         due = [model for model in busy if self._is_due(model, wanted, now)]
         blocks: dict[str, int] = {}  # New numbers of blocks of the models that become smaller, by name.
+        sleepers: dict[str, HostedModel] = {}
         victims: list[HostedModel] = []
         for group, leavers in ((idle, idle), (busy, due)):
             for model in group:
@@ -675,15 +775,23 @@ class HostedModels:
                     count = min(model.wanted_blocks - model.spec.kv_blocks_min, -(-lacking_bytes // size))
                     blocks[model.spec.name] = model.wanted_blocks - count
                     lacking_bytes -= count * size
+            for model in group:
+                count = blocks.get(model.spec.name, model.wanted_blocks)
+                if lacking_bytes > 0 and model.can_sleep and count and model.wake_seconds < model.load_seconds:
+                    blocks.pop(model.spec.name, None)
+                    lacking_bytes -= count * model.spec.kv_block_bytes
+                    sleepers[model.spec.name] = model
             for model in leavers:
                 if lacking_bytes > 0:
-                    lacking_bytes -= model.spec.bytes_with(blocks.pop(model.spec.name, model.wanted_blocks))
+                    count = blocks.pop(model.spec.name, model.wanted_blocks)
+                    lacking_bytes -= model.spec.bytes_with(0 if sleepers.pop(model.spec.name, None) else count)
                     victims.append(model)
         if lacking_bytes > 0:
             return []
         reason = f"{wanted.spec.name} needs its memory"
         return [
             *(self._resize(self._models[name], count, now, reason) for name, count in blocks.items()),
+            *(self._order(model, SLEEPING, now, reason) for model in sleepers.values()),
             *(self._order(model, DRAINING if model.leases else UNLOADING, now, reason) for model in victims),
         ]
 
@@ -705,6 +813,8 @@ class HostedModels:
 
     def _order(self, model: HostedModel, state: ModelState, now: float, reason: str) -> ModelOrder:
         model.change(state, now)
+        if state is SLEEPING:
+            model.awake_blocks, model.wanted_blocks = model.kv_blocks, 0
         return ModelOrder(model.spec.name, state, reason)
 
 

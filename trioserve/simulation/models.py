@@ -8,6 +8,9 @@ ModelsBook records what the orders and reports say of each model, and reads no s
 - At most one model of a group is not unloaded.
 - A KV cache becomes smaller only for a model that waits, and larger only if none waits, its model is busy, and a turn
   has passed since the last change. It never becomes smaller than its minimum. Its memory is free when the change ends.
+- A model sleeps only without requests, for a model that waits, or because an operator requested it. It then keeps only
+  its weights, and gives no leases. A model that waits and whose memory fits is woken.
+- No model is unloaded for another one while an idle model could sleep.
 - A model is unloaded only without leases, and only because neither a request nor an operator waits for its load,
   because it was idle for its time, because another model needs its memory or is of the same group, or because an
   operator requested it.
@@ -59,6 +62,7 @@ class ModelsWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         loads: number of models that load at the same time.
         caches: for each model, the part of its memory that is a KV cache, which may become smaller. Empty: all models
             keep their size.
+        caches_min: for each model, the part of its KV cache that is never free while it is awake. Empty: none.
         groups: number of each model's group. 0: the model has none. Empty: no model has one.
         priorities: priority of each model. Empty: all are equal.
     """
@@ -70,6 +74,7 @@ class ModelsWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     keep_alive: float | None = None
     loads: int = 1
     caches: tuple[int, ...] = ()
+    caches_min: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     priorities: tuple[int, ...] = ()
 
@@ -118,6 +123,19 @@ class Resized(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     has_failed: bool = False
 
 
+class Slept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="slept"):
+    """The KV cache of a model that was ordered to sleep is free, or the model cannot sleep."""
+
+    model: int
+    has_failed: bool = False
+
+
+class Woken(msgspec.Struct, frozen=True, kw_only=True, tag="woken"):
+    """A model is awake again."""
+
+    model: int
+
+
 class Crash(msgspec.Struct, frozen=True, kw_only=True, tag="crash"):
     """The process of a loaded model ends."""
 
@@ -130,13 +148,33 @@ class LoadNow(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     model: int
 
 
+class SleepNow(msgspec.Struct, frozen=True, kw_only=True, tag="sleep"):
+    """An operator requests that a model sleeps."""
+
+    model: int
+
+
 class UnloadNow(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
     """An operator requests to unload a model."""
 
     model: int
 
 
-ModelsEvent = Arrive | Leave | Advance | Loaded | LoadFails | Unloaded | Resized | Crash | LoadNow | UnloadNow
+ModelsEvent = (
+    Arrive
+    | Leave
+    | Advance
+    | Loaded
+    | LoadFails
+    | Unloaded
+    | Resized
+    | Slept
+    | Woken
+    | Crash
+    | LoadNow
+    | SleepNow
+    | UnloadNow
+)
 
 
 class ModelsHistory(msgspec.Struct, frozen=True):
@@ -146,11 +184,13 @@ class ModelsHistory(msgspec.Struct, frozen=True):
 
 UNLOADED, LOADING, LOADED = ModelState.UNLOADED, ModelState.LOADING, ModelState.LOADED
 DRAINING, UNLOADING = ModelState.DRAINING, ModelState.UNLOADING
+SLEEPING, WAKING = ModelState.SLEEPING, ModelState.WAKING
 RETRY_SECONDS_MIN = 5.0  # A failed load is not repeated before this time.
 STEADY_SECONDS = 60.0  # A model that crashes after this time is loaded again at once.
 CACHING_WORLDS_SHARE = 0.5  # fraction of the worlds in which KV caches may become smaller
-RESIZED_CHANCE = 0.3  # probability at each event of such a world that a change of a cache ends
+RESIZED_CHANCE = 0.4  # probability at each event of such a world that a change of a cache ends
 SECONDS_PER_PRIORITY = 10.0  # A model that is better by 1 overtakes those that began to wait this much earlier.
+SLEEP_CHANCE = 0.5  # probability at such an event, if no cache changes, that an operator lets a model sleep
 RANKED_WORLDS_SHARE = 0.5  # fraction of the worlds in which models have groups and priorities
 ROUNDS_MAX = 1_000  # No history needs this many rounds to its end.
 
@@ -169,12 +209,16 @@ class ModelRecord:
         held: memory that the model may use while it is loaded. During a change of its KV cache, the larger number.
         held_next: memory after the ordered changes.
         resized_at: time of the last order to change the KV cache.
+        held_awake: memory before the model began to sleep.
         is_fixed: True if a change failed.
+        wake_seconds, load_seconds: times of the last wake-up and load.
     """
 
-    def __init__(self, size: int, cache: int, group: int, priority: int, *, is_pinned: bool) -> None:
-        self.size = self.held = self.held_next = size
-        self.size_min = size - cache
+    def __init__(self, size: int, cache: int, cache_min: int, group: int, priority: int, *, is_pinned: bool) -> None:
+        self.size = self.held = self.held_next = self.held_awake = size
+        self.size_asleep = size - cache
+        self.size_min = self.size_asleep + cache_min
+        self.wake_seconds, self.load_seconds = 0.0, math.inf
         self.resized_at = -math.inf
         self.is_fixed = False
         self.group = group
@@ -194,6 +238,15 @@ class ModelRecord:
     @property
     def is_idle(self) -> bool:
         return not self.waiting and not self.running
+
+    @property
+    def can_sleep(self) -> bool:
+        is_free = self.state is LOADED and self.is_idle and not (self.is_fixed or self.is_pinned)
+        return is_free and self.size_asleep < self.held == self.held_next
+
+    @property
+    def wakes_fast(self) -> bool:
+        return self.wake_seconds < self.load_seconds
 
     @property
     def can_grow(self) -> bool:
@@ -222,10 +275,11 @@ class ModelsBook:
     def __init__(self, world: ModelsWorld) -> None:
         self._world = world
         count = len(world.bytes)
-        columns = (world.bytes, *(column or (0,) * count for column in (world.caches, world.groups, world.priorities)))
+        further = (world.caches, world.caches_min, world.groups, world.priorities)
+        columns = (world.bytes, *(column or (0,) * count for column in further))
         self.models = [
             ModelRecord(*values, is_pinned=number in world.pinned)
-            for number, values in enumerate(zip(*columns, strict=True))
+            for number, values in enumerate(zip(*columns, strict=False))
         ]
         self.now = 0.0
 
@@ -245,7 +299,7 @@ class ModelsBook:
             order: the order.
         """
         model = self.models[number]
-        size = model.size_min + order.kv_blocks
+        size = model.size_asleep + order.kv_blocks
         assert model.state is LOADED, f"{number} is {model.state.value}, and changes its cache"
         assert not model.is_fixed, f"{number} has failed to change its cache, and is asked again"
         assert not model.is_pinned, f"{number} is pinned, and changes its cache"
@@ -270,18 +324,30 @@ class ModelsBook:
     def held(self) -> int:
         return sum(model.held for model in self.models if model.state is not UNLOADED)
 
-    def follow(self, number: int, order: ModelOrder) -> None:
+    def follow(self, number: int, order: ModelOrder, *, is_asked: bool = False) -> None:
         """Record an order, and assert that it is allowed.
 
         Args:
             number: the model.
             order: the order.
+            is_asked: True if an operator requested that the model sleeps.
         """
         model = self.models[number]
         if order.state is LOADING:
             self._check_load(number, model)
         elif order.state is UNLOADING:
             self._check_unload(number, model)
+        elif order.state is SLEEPING:
+            assert model.can_sleep, f"{number} is {model.state.value}, and cannot sleep"
+            first = self._first()
+            is_needed = first is not None and self._lacking(first) > 0 and model.wakes_fast
+            assert is_asked or is_needed, f"{number} sleeps, but no model needs its memory"
+            model.held_awake, model.held_next = model.held, model.size_asleep
+        elif order.state is WAKING:
+            assert model.state is SLEEPING, f"{number} is {model.state.value}, and is woken"
+            assert model.held == model.size_asleep, f"{number} is woken before it sleeps"
+            assert self._first() is model, f"{number} is woken before a model that waits for a longer time"
+            model.held = model.held_next = model.held_awake
         elif order.state is DRAINING:
             assert model.state is LOADED, f"{number} is {model.state.value}, and drains"
             assert model.running, f"{number} drains, but has no leases"
@@ -310,13 +376,14 @@ class ModelsBook:
         assert loading < self._world.loads, f"{loading + 1} models load at the same time"
 
     def _check_unload(self, number: int, model: ModelRecord) -> None:
-        assert model.state in (LOADING, LOADED, DRAINING), f"{number} is {model.state.value}, and is unloaded"
+        states = (LOADING, LOADED, DRAINING, SLEEPING, *((WAKING,) if model.must_unload else ()))
+        assert model.state in states, f"{number} is {model.state.value}, and is unloaded"
         assert not model.running, f"{number} is unloaded under {sorted(model.running)}"
         if model.state is LOADING:
             assert model.wanted_since is None, f"the load of {number} is cancelled, but a request waits"
             return
         assert not model.is_pinned, f"{number} is pinned, and is unloaded"
-        if model.state is LOADED and not model.must_unload:
+        if model.state in (LOADED, SLEEPING) and not model.must_unload:
             has_lapsed = model.is_idle and self.now >= self.lapses_at(model)
             if has_lapsed:
                 return
@@ -332,7 +399,7 @@ class ModelsBook:
         first = self._first()
         assert first is not None, f"{number} gives way, but no model waits"
         for other in self.models:
-            is_like = other.state is LOADED and other.is_idle == model.is_idle and not other.is_pinned
+            is_like = other.state in (LOADED, SLEEPING) and other.is_idle == model.is_idle and not other.is_pinned
             if is_like and (model.is_idle or self._must_give_way(other, first)):
                 assert other.priority <= model.priority, f"{number} gives way before one of worse priority"
 
@@ -342,6 +409,9 @@ class ModelsBook:
             if model.state is LOADED:
                 assert not model.waiting, f"{number} is loaded, and requests wait for it"
                 assert not (model.is_idle and self.now >= self.lapses_at(model)), f"{number} is idle for too long"
+            elif model.state is SLEEPING:
+                assert not model.running, f"{number} sleeps, and has leases"
+                assert not (model.is_idle and self.now >= self.lapses_at(model)), f"{number} sleeps for too long"
             elif model.state is LOADING:
                 assert model.wanted_since is not None, f"{number} is loaded, but no request waits"
             elif model.state is DRAINING:
@@ -349,7 +419,7 @@ class ModelsBook:
                 assert model.must_unload or self._waiting(), f"{number} drains, but no other model waits"
         for waiting in self._waiting():
             for other in self._others_of(waiting):
-                may_go = other.state is LOADED and (other.is_idle or self._must_give_way(other, waiting))
+                may_go = other.state in (LOADED, SLEEPING) and (other.is_idle or self._must_give_way(other, waiting))
                 assert not may_go, "a model of the group of one that waits is not unloaded"
         first = self._first()
         if first is None and self._waiting():
@@ -360,28 +430,47 @@ class ModelsBook:
                 is_due = is_free and self.now >= model.resized_at + self._world.turn
                 assert not (is_due and model.can_grow), f"{number} is busy, memory is free, and its cache stays small"
             return
-        if self.held + first.size <= self._world.memory:
+        if self.held + self._needed(first) <= self._world.memory:
+            assert first.state is UNLOADED, "a model that fits is not woken"
             loading = sum(model.state is LOADING for model in self.models)
             assert loading == self._world.loads, "a model that fits is not loaded"
             return
         may_leave, lacking = 0, self._lacking(first)
         for model in self.models:
-            if model.state is not LOADED:
+            if model.state not in (LOADED, SLEEPING) or model is first:
                 continue
             may_go = not model.is_pinned and (model.is_idle or self._must_give_way(model, first))
-            may_shrink = not (model.is_pinned or model.is_fixed)
+            may_shrink = model.state is LOADED and not (model.is_pinned or model.is_fixed)
             may_leave += model.held_next if may_go else may_shrink * (model.held_next - model.size_min)
         assert lacking <= 0 or may_leave < lacking, "memory for the first model that waits is not freed"
 
     def _lacking(self, first: ModelRecord) -> int:
         """Return the memory that a model lacks, beyond the memory that becomes free already."""
-        lacking = self.held + first.size - self._world.memory
+        lacking = self.held + self._needed(first) - self._world.memory
         for model in self.models:
             if model.state in (UNLOADING, DRAINING):
                 lacking -= model.held
-            elif model.state is LOADED:
+            elif model.state in (LOADED, SLEEPING):
                 lacking -= model.held - model.held_next
         return lacking
+
+    def _needed(self, model: ModelRecord) -> int:
+        """Return the memory that a model needs in addition to what it has, to be loaded or woken."""
+        return model.held_awake - model.held if model.state is SLEEPING else model.size
+
+    def check_batch(self, orders: Sequence[ModelOrder | ModelResize]) -> None:
+        """Assert that no model was unloaded for another one while an idle model can sleep.
+
+        Args:
+            orders: the orders of one call of `decide`, which were followed.
+        """
+        is_unloaded = any(
+            isinstance(order, ModelOrder) and order.state is UNLOADING and order.reason.endswith("needs its memory")
+            for order in orders
+        )
+        for number, model in enumerate(self.models):
+            could_sleep = is_unloaded and model.can_sleep and model.wakes_fast
+            assert not could_sleep, f"{number} can sleep, but another model is unloaded"
 
     def lapses_at(self, model: ModelRecord) -> float:
         if model.is_pinned or self._world.keep_alive is None:
@@ -399,13 +488,19 @@ class ModelsBook:
         wanted = [
             (model.wanted_since + SECONDS_PER_PRIORITY * model.priority, number)
             for number, model in enumerate(self.models)
-            if model.state is UNLOADED and model.wanted_since is not None and model.blocked_until <= self.now
+            if model.state in (UNLOADED, SLEEPING)
+            and model.wanted_since is not None
+            and model.blocked_until <= self.now
         ]
         return [self.models[number] for _, number in sorted(wanted)]
 
     def _first(self) -> ModelRecord | None:
-        """Return the first model that waits to be loaded, and whose group has no other one."""
-        is_free = (all(other.state is UNLOADED for other in self._others_of(model)) for model in self._waiting())
+        """Return the first model that waits to be loaded, whose group has no other one, and that is settled."""
+        is_free = (
+            all(other.state is UNLOADED for other in self._others_of(model))
+            and (model.state is UNLOADED or model.held == model.size_asleep)
+            for model in self._waiting()
+        )
         return next(itertools.compress(self._waiting(), is_free), None)
 
     def _others_of(self, model: ModelRecord) -> list[ModelRecord]:
@@ -439,6 +534,7 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                     name=str(number),
                     bytes=size,
                     kv_blocks=world.caches[number] if world.caches else 0,
+                    kv_blocks_min=world.caches_min[number] if world.caches_min else 0,
                     kv_block_bytes=1 if world.caches else 0,
                     keep_alive_seconds=keep_alive,
                     is_pinned=number in world.pinned,
@@ -478,6 +574,10 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                     self.apply(Loaded(model=number))
                 elif model.state is UNLOADING:
                     self.apply(Unloaded(model=number))
+                elif model.state is WAKING:
+                    self.apply(Woken(model=number))
+                elif model.state is SLEEPING:
+                    self.apply(Slept(model=number))
                 elif model.held != model.held_next:
                     self.apply(Resized(model=number))
             for name in list(self._leases):
@@ -493,7 +593,8 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                 self.apply(Unloaded(model=number))
         for number, model in enumerate(self.book.models):
             stays = self.world.keep_alive is None or model.is_pinned
-            assert model.state is UNLOADED or (stays and model.state is LOADED), f"{number} is {model.state.value}"
+            is_settled = model.state in (LOADED, SLEEPING)
+            assert model.state is UNLOADED or (stays and is_settled), f"{number} is {model.state.value}"
             assert not self._models[str(number)].leases, f"a lease on {number} is left"
         held = self.book.held
         assert self._models.held_bytes == held, f"{self._models.held_bytes} bytes are held, not {held}"
@@ -556,6 +657,7 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         if isinstance(event, Loaded):
             if model.state is LOADING:
                 self._count("loads")
+                model.load_seconds = now - model.since
                 self.book.change(model, LOADED)
                 model.used_at = model.loaded_at = now
                 model.is_asked = False
@@ -576,15 +678,33 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                 self.book.change(model, UNLOADED)
                 self._models.on_unloaded(name, now)
         elif isinstance(event, Resized):
-            if model.held != model.held_next:
+            if model.state is not SLEEPING and model.held != model.held_next:
                 self._count("changes of a cache" + " failed" * event.has_failed)
                 if event.has_failed:
                     model.is_fixed = True
                     model.held_next = model.held
                 model.held = model.held_next
                 self._models.on_resized(name, now, has_failed=event.has_failed)
+        elif isinstance(event, Slept):
+            if model.state is SLEEPING and model.held != model.held_next:
+                self._count("sleeps" + " failed" * event.has_failed)
+                if event.has_failed:
+                    model.is_fixed = True
+                    model.held_next = model.held
+                    self.book.change(model, LOADED)
+                model.held = model.held_next
+                self._models.on_slept(name, now, has_failed=event.has_failed)
+        elif isinstance(event, Woken):
+            if model.state is WAKING:
+                self._count("wake-ups")
+                model.wake_seconds = now - model.since
+                self.book.change(model, LOADED)
+                model.used_at = now
+                model.is_asked = False
+                model.note_wait(now)
+                self._models.on_woken(name, now)
         elif isinstance(event, Crash):
-            if model.state in (LOADED, DRAINING, UNLOADING):
+            if model.state in (LOADED, DRAINING, UNLOADING, SLEEPING, WAKING):
                 self._count("crashes")
                 is_steady = model.state is not UNLOADING and now >= model.loaded_at + STEADY_SECONDS
                 was_unloading = model.state is UNLOADING
@@ -597,11 +717,13 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                     model.running.clear()
         elif isinstance(event, LoadNow):
             self._load_now(event.model, model)
+        elif isinstance(event, SleepNow):
+            self._sleep_now(event.model, model)
         elif not model.is_pinned:
             self._count("unload requests")
             model.is_asked = False
             model.note_wait(now)
-            model.must_unload = model.state in (LOADED, DRAINING)
+            model.must_unload = model.state in (LOADED, DRAINING, SLEEPING, WAKING)
             self._follow(self._models.request_unload(name, now))
 
     def _note_failure(self, number: int, model: ModelRecord, *, seconds_min: float) -> None:
@@ -632,9 +754,20 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
             return
         self._count("load requests")
         model.blocked_until = -math.inf
-        if model.state in (UNLOADED, UNLOADING):
+        if model.state in (UNLOADED, UNLOADING, SLEEPING):
             model.is_asked = True
             model.note_wait(self.book.now)
+
+    def _sleep_now(self, number: int, model: ModelRecord) -> None:
+        try:
+            orders = self._models.request_sleep(str(number), self.book.now)
+        except InvalidRequest:
+            assert not model.can_sleep, f"{number} may not sleep, but could"
+            assert model.state is not SLEEPING, f"{number} sleeps, and may not"
+            return
+        self._count("sleep requests")
+        for order in orders:
+            self.book.follow(number, order, is_asked=True)
 
     def _settle(self) -> list[ModelOrder | ModelResize]:
         """Give leases, and follow the decisions."""
@@ -652,6 +785,7 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                         self._count("leases")
             decided = self._models.decide(self.book.now)
             self._follow(decided)
+            self.book.check_batch(decided)
             orders += decided
             if not decided:
                 break
@@ -699,8 +833,11 @@ class ModelsGenerator:
         # Caches, groups and priorities are drawn from a separate source, so that other draws stay the same.
         self._cache_rng = Random(repr(self.world))
         if self._cache_rng.random() < CACHING_WORLDS_SHARE:
-            caches = tuple(self._cache_rng.randint(0, size - 1) for size in sizes)
-            self.world = msgspec.structs.replace(self.world, caches=caches)
+            # Large models with large caches, so that memory that is lacking is often that of a cache.
+            sizes = tuple(min(2 * size, memory) for size in sizes) if not pinned else sizes
+            caches = tuple(self._cache_rng.choice((size - 1, self._cache_rng.randint(0, size - 1))) for size in sizes)
+            caches_min = tuple(self._cache_rng.randint(0, cache) for cache in caches)
+            self.world = msgspec.structs.replace(self.world, bytes=sizes, caches=caches, caches_min=caches_min)
         if self._cache_rng.random() < RANKED_WORLDS_SHARE:
             groups = tuple(0 if number in pinned else self._cache_rng.choice((0, 0, 1, 2)) for number in range(count))
             priorities = tuple(self._cache_rng.choice((-1, 0, 0, 1)) for _ in range(count))
@@ -716,9 +853,24 @@ class ModelsGenerator:
         """
         rng, book = self._rng, simulation.book
         if self.world.caches and self._cache_rng.random() < RESIZED_CHANCE:
-            changing = [number for number, model in enumerate(book.models) if model.held != model.held_next]
+            changing = [
+                number
+                for number, model in enumerate(book.models)
+                if model.held != model.held_next or model.state is WAKING
+            ]
             if changing:
-                return Resized(model=self._cache_rng.choice(changing), has_failed=self._cache_rng.random() < 0.1)
+                number, has_failed = self._cache_rng.choice(changing), self._cache_rng.random() < 0.1
+                state = book.models[number].state
+                if state is WAKING:
+                    return Crash(model=number) if has_failed else Woken(model=number)
+                return (Slept if state is SLEEPING else Resized)(model=number, has_failed=has_failed)
+            if self._cache_rng.random() < SLEEP_CHANCE:
+                idle = [number for number, model in enumerate(book.models) if model.can_sleep]
+                asleep = [number for number, model in enumerate(book.models) if model.state is SLEEPING]
+                if asleep and self._cache_rng.random() < 0.5:
+                    self._arrivals += 1
+                    return Arrive(id=f"r{self._arrivals}", model=self._cache_rng.choice(asleep))
+                return SleepNow(model=self._cache_rng.choice(idle or range(len(book.models))))
         kind = rng.random()
         if kind < 0.3:
             self._arrivals += 1
