@@ -6,6 +6,7 @@ import pytest
 import trio
 
 from trioserve.contracts.errors import StartupError
+from trioserve.http.exchange import Beats
 from trioserve.http.handler_call import CrossOrigin
 
 CHAT = "https://chat.example.org"
@@ -121,3 +122,19 @@ async def test_client_that_leaves_cancels_the_wrapped_handler(autojump_clock, fr
 def test_invalid_origin_is_a_startup_error(origin):
     with pytest.raises(StartupError, match="without a path"):
         CrossOrigin(Handler(), [CHAT, origin])
+
+
+async def test_heartbeats_reach_a_page_that_asks_for_them(autojump_clock, front):
+    async def handler(exchange) -> None:
+        assert exchange.expect_beats(Beats(fields=(("x-trioserve-instance", "a"),), within={}))
+        exchange.beat()
+        await trio.sleep(1)
+        await exchange.respond(200, [], b"late")
+
+    end = front(CrossOrigin(handler, [CHAT])).connect()
+    await end.send_all(b"GET / HTTP/1.1\r\nhost: x\r\norigin: %b\r\n\r\n" % CHAT.encode())
+    received = b""
+    while not received.endswith(b"late"):
+        received += await end.receive_some()
+    assert received.startswith(b"HTTP/1.1 102 Processing\r\nx-trioserve-instance: a\r\n\r\nHTTP/1.1 200 OK\r\n")
+    assert b"access-control-allow-origin: " + CHAT.encode() in received

@@ -24,7 +24,7 @@ import trio
 
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.api.surface import LINE_KEEP_ALIVE, LINES_TYPE
-from trioserve.http.exchange import Beats, Exchange, HeaderFields
+from trioserve.http.exchange import Beats, Exchange, HeaderFields, WrappedExchange
 
 if TYPE_CHECKING:
     from trioserve.engine.lifecycle.step_times import StepWatch
@@ -117,7 +117,7 @@ NOT_BUFFERED = ("x-accel-buffering", "no")
 """Header against buffering proxies (nginx), which would delay the white space."""
 
 
-class WhiteSpaceExchange(Exchange):
+class WhiteSpaceExchange(WrappedExchange):
     """An exchange that may send its head early. The handler answers as usual, and does not see the early head.
 
     After `fill_silence`, a task sends the head and then a space after each `seconds` of silence. The handler's response
@@ -137,10 +137,8 @@ class WhiteSpaceExchange(Exchange):
     def __init__(
         self, exchange: Exchange, nursery: trio.Nursery, seconds: float, head: Callable[[], HeaderFields]
     ) -> None:
-        self.method, self.path, self.query = exchange.method, exchange.path, exchange.query
-        self.headers, self.http_version, self.peer = exchange.headers, exchange.http_version, exchange.peer
+        super().__init__(exchange)
         self.has_begun = False
-        self._exchange = exchange
         self._nursery = nursery
         self._seconds = seconds
         self._head = head
@@ -161,40 +159,25 @@ class WhiteSpaceExchange(Exchange):
                     return
                 if not self.has_begun:
                     self.has_begun = True
-                    await self._exchange.start(200, [*self._head(), NOT_BUFFERED])
-                await self._exchange.send(WHITE_SPACE)
-
-    def expect_beats(self, beats: Beats) -> bool:
-        return self._exchange.expect_beats(beats)
-
-    def beat(self) -> None:
-        self._exchange.beat()
+                    await self.exchange.start(200, [*self._head(), NOT_BUFFERED])
+                await self.exchange.send(WHITE_SPACE)
 
     @property
     def started(self) -> bool:
         """True if the handler's response has begun. Before that, an error is sent as a separate response."""
-        return self._has_response or (self._exchange.started and not self.has_begun)
-
-    async def body(self) -> bytes:
-        return await self._exchange.body()
+        return self._has_response or (self.exchange.started and not self.has_begun)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         await self._end_white_space(headers)
         if self.has_begun:
-            await self._exchange.finish(body)
+            await self.exchange.finish(body)
         else:
-            await self._exchange.respond(status, headers, body)
+            await self.exchange.respond(status, headers, body)
 
     async def start(self, status: int, headers: HeaderFields) -> None:
         await self._end_white_space(headers)
         if not self.has_begun:
-            await self._exchange.start(status, headers)
-
-    async def send(self, data: bytes) -> None:
-        await self._exchange.send(data)
-
-    async def finish(self, last: bytes = b"") -> None:
-        await self._exchange.finish(last)
+            await self.exchange.start(status, headers)
 
     async def _end_white_space(self, headers: HeaderFields) -> None:
         """Wait until the current space was sent. After that only the handler sends.

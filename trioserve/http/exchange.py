@@ -36,6 +36,7 @@ __all__ = [
     "ResponseState",
     "UnknownCoding",
     "WebSocket",
+    "WrappedExchange",
     "encode_fields",
     "printable",
     "split_target",
@@ -308,6 +309,55 @@ class Exchange(abc.ABC):
         Args:
             last: the last bytes of the body.
         """
+
+
+class WrappedExchange(Exchange):
+    """An exchange that passes each call to another exchange. A subclass changes some of the calls.
+
+    Args:
+        exchange: the other exchange.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.method = exchange.method
+        self.path = exchange.path
+        self.query = exchange.query
+        self.headers = exchange.headers
+        self.http_version = exchange.http_version
+        self.peer = exchange.peer
+        self.is_websocket = exchange.is_websocket
+        self.exchange = exchange
+
+    async def accept_websocket(self, headers: HeaderFields = ()) -> WebSocket:
+        return await self.exchange.accept_websocket(headers)
+
+    def expect_beats(self, beats: Beats) -> bool:
+        return self.exchange.expect_beats(beats)
+
+    def beat(self) -> None:
+        self.exchange.beat()
+
+    def fill_silence(self) -> None:
+        self.exchange.fill_silence()
+
+    @property
+    def started(self) -> bool:
+        return self.exchange.started
+
+    async def body(self) -> bytes:
+        return await self.exchange.body()
+
+    async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
+        await self.exchange.respond(status, headers, body)
+
+    async def start(self, status: int, headers: HeaderFields) -> None:
+        await self.exchange.start(status, headers)
+
+    async def send(self, data: bytes) -> None:
+        await self.exchange.send(data)
+
+    async def finish(self, last: bytes = b"") -> None:
+        await self.exchange.finish(last)
 
 
 Handler = Callable[[Exchange], Awaitable[None]]

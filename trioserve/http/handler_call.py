@@ -26,6 +26,7 @@ from trioserve.http.exchange import (
     HeaderFields,
     ResponseState,
     WebSocket,
+    WrappedExchange,
     printable,
 )
 
@@ -228,38 +229,18 @@ class CrossOrigin:
         )
 
 
-class _AmendedExchange(Exchange):
+class _AmendedExchange(WrappedExchange):
     """An exchange that adds header fields to the response of another exchange."""
 
     def __init__(self, exchange: Exchange, fields: HeaderFields) -> None:
-        self.method = exchange.method
-        self.path = exchange.path
-        self.query = exchange.query
-        self.headers = exchange.headers
-        self.http_version = exchange.http_version
-        self.peer = exchange.peer
-        self.is_websocket = exchange.is_websocket
-        self._exchange = exchange
+        super().__init__(exchange)
         self._fields = fields
 
     async def accept_websocket(self, headers: HeaderFields = ()) -> WebSocket:
-        return await self._exchange.accept_websocket([*headers, *self._fields])
-
-    @property
-    def started(self) -> bool:
-        return self._exchange.started
-
-    async def body(self) -> bytes:
-        return await self._exchange.body()
+        return await self.exchange.accept_websocket([*headers, *self._fields])
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
-        await self._exchange.respond(status, [*headers, *self._fields], body)
+        await self.exchange.respond(status, [*headers, *self._fields], body)
 
     async def start(self, status: int, headers: HeaderFields) -> None:
-        await self._exchange.start(status, [*headers, *self._fields])
-
-    async def send(self, data: bytes) -> None:
-        await self._exchange.send(data)
-
-    async def finish(self, last: bytes = b"") -> None:
-        await self._exchange.finish(last)
+        await self.exchange.start(status, [*headers, *self._fields])
