@@ -51,6 +51,7 @@ GGUF_KINDS = (
     "ministral3",
     "minimax-m2",
     "granite-moe-shared",
+    "hunyuan-dense",
     "ernie4_5-moe",
     "exaone-moe",
     "gemma",
@@ -171,7 +172,8 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
         turned_dim = own.attention.turned_dim
         found, wanted = (rotary_frequencies(layer.attention.rotary, turned_dim) for layer in (own, other))
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
-        own_rotary = replace(own.attention.rotary, scaling=other.attention.rotary.scaling)
+        wanted_rotary = other.attention.rotary
+        own_rotary = replace(own.attention.rotary, theta=wanted_rotary.theta, scaling=wanted_rotary.scaling)
         own = replace(own, attention=replace(own.attention, rotary=own_rotary))
     attention = replace(own.attention, scale=scale)
     if isinstance(attention, AttentionConfig) and attention.temperature is not None:

@@ -1555,6 +1555,7 @@ _ARCHITECTURES = {
     "ministral3": "mistral3",
     "minimax_m2": "minimax-m2",
     "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "ernie4_5_moe": "ernie4_5-moe",
     "exaone_moe": "exaone-moe",
     "qwen3_next": "qwen3next",
@@ -1670,6 +1671,9 @@ def write_family_gguf(
         writer.add_value_length(head_dim)
     rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10_000.0}
     whole = rope.get("full_attention", rope)
+    if model_type == "hunyuan_v1_dense":  # The converter multiplies the base.
+        theta = whole["rope_theta"] * whole["alpha"] ** (head_dim / (head_dim - 2))
+        whole = {"rope_type": "default", "rope_theta": theta}
     writer.add_rope_dimension_count(int(head_dim * whole.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(whole["rope_theta"])
     if whole["rope_type"] == "longrope":

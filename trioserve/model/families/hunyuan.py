@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve.model.families.family import Family, Naming
+from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, LayerConfig
 from trioserve.model.model_config import ModelConfig
@@ -87,6 +87,7 @@ HUNYUAN_DENSE = Family(
     notes=("eod_token_id", "sep_token_id"),
     describe=_describe_dense,
     transformers=Naming(modules=_NORMS),
+    gguf=GgufNaming(architecture="hunyuan-dense"),
 )
 HUNYUAN_MOE = Family(
     name="hunyuan_v1_moe",

@@ -508,7 +508,7 @@ def _has_qk_norm(file: GgufFile, architecture: str, expert_count: int) -> bool:
         return expert_count != 128
     if architecture == "minimax-m2":
         return True
-    return architecture in ("command-r", "glm4moe") and "blk.0.attn_q_norm.weight" in file.tensors
+    return architecture in ("command-r", "glm4moe", "hunyuan-dense") and "blk.0.attn_q_norm.weight" in file.tensors
 
 
 def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int]:
