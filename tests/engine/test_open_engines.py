@@ -12,7 +12,7 @@ from trioserve.contracts.errors import NoEndpoint, StartupError
 from trioserve.model.loading.default_model import find_default_model
 
 MODELS = {"a": {"model": "smollm2"}, "b": {"model": "smollm2", "max_model_len": 512}}
-SMALL = {"memory": 1.0, "kv_cache_memory": 0.25, "threads": 1, "max_num_seqs": 4}
+SMALL = {"memory": 0.9, "kv_cache_memory": 0.25, "threads": 1, "max_num_seqs": 4}
 PARAMS = trioserve.SamplingParams(max_tokens=4, temperature=0)
 
 pytestmark = pytest.mark.skipif(find_default_model("smollm2") is None, reason="smollm2 is not on this machine")
@@ -107,7 +107,7 @@ async def test_memory_of_a_model_includes_its_draft_model():
 
 async def test_engine_sleeps_for_another_one_and_wakes_with_equal_output():
     models = {"a": {"model": "smollm2"}, "b": MODELS["b"]}
-    async with trioserve.open_engines(models, **(SMALL | {"kv_cache_memory": 0.3})) as engines:
+    async with trioserve.open_engines(models, **(SMALL | {"memory": 1.0, "kv_cache_memory": 0.3})) as engines:
         async with engines.engine("a") as a:
             first = await said(a)
             full = engines.statuses()["a"].bytes
