@@ -1118,7 +1118,10 @@ FAMILY_KINDS |= {
     ),
 }
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
-_READ_IMAGES = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_READ_IMAGES = (
+    *("gemma3", "glm4v", "glm4v_moe", "glm_ocr", "mistral3"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+)
 _QWEN_EYES: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 32,

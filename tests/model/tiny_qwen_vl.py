@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CHAT_TEMPLATE", "IMAGE_TOKEN_ID", "KINDS", "image_processor", "tokenizer", "write_checkpoint"]
+__all__ = ["KINDS", "chat_template", "image_token", "image_processor", "tokenizer", "write_checkpoint"]
 
 VOCAB_SIZE = 320
 SPECIAL = (
@@ -20,8 +20,8 @@ SPECIAL = (
     "<|vision_end|>",
     "<|image_pad|>",
     "<|video_pad|>",
+    "<|image|>",
 )
-IMAGE_TOKEN_ID = SPECIAL.index("<|image_pad|>")
 END_TOKEN_ID = SPECIAL.index("<|im_end|>")
 PIXELS_MIN, PIXELS_MAX = 64, 6_000
 CHAT_TEMPLATE = (
@@ -61,6 +61,47 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "qwen2_vl": ({}, {**_EYES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
+    "glm4v": (
+        {},
+        {
+            **_EYES,
+            "hidden_size": 32,
+            "intermediate_size": 80,
+            "out_hidden_size": 64,
+            "image_size": 24,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "glm4v_moe": (
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 2],
+            },
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        {**_EYES, "hidden_size": 32, "intermediate_size": 80, "out_hidden_size": 64, "image_size": 24},
+    ),
+    "glm46v": (
+        {"model_type": "glm4v_text"},
+        {
+            **_EYES,
+            "model_type": "glm4v_vision",
+            "hidden_size": 32,
+            "intermediate_size": 80,
+            "out_hidden_size": 64,
+            "image_size": 24,
+        },
+    ),
+    "glm_ocr": ({}, {**_EYES, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}),
     "qwen3_5": (
         {
             "head_dim": 32,
@@ -108,7 +149,7 @@ def write_checkpoint(directory: Path, kind: str, *, dtype: str = "float32") -> N
         kind,
         text_config={**_TEXTS, **texts},
         vision_config=eyes,
-        image_token_id=IMAGE_TOKEN_ID,
+        image_token_id=SPECIAL.index(image_token(kind)),
         video_token_id=SPECIAL.index("<|video_pad|>"),
         vision_start_token_id=SPECIAL.index("<|vision_start|>"),
         vision_end_token_id=SPECIAL.index("<|vision_end|>"),
@@ -126,9 +167,19 @@ def write_checkpoint(directory: Path, kind: str, *, dtype: str = "float32") -> N
     model.generation_config = transformers.GenerationConfig(eos_token_id=END_TOKEN_ID)
     model.save_pretrained(directory)
     made = tokenizer()
-    made.chat_template = CHAT_TEMPLATE
+    made.chat_template = chat_template(kind)
     made.save_pretrained(directory)
-    image_processor().save_pretrained(directory)
+    image_processor(kind).save_pretrained(directory)
+
+
+def image_token(kind: str) -> str:
+    """Return the token of an image's rows. kind: a key of KINDS."""
+    return "<|image|>" if kind.startswith("glm") else "<|image_pad|>"
+
+
+def chat_template(kind: str) -> str:
+    """Return the chat template. kind: a key of KINDS."""
+    return CHAT_TEMPLATE.replace("<|image_pad|>", image_token(kind))
 
 
 def tokenizer() -> Any:
@@ -144,10 +195,14 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<|im_end|>", pad_token="<unk>")
 
 
-def image_processor() -> Any:
-    """Return transformers' image processor."""
+def image_processor(kind: str) -> Any:
+    """Return transformers' image processor. kind: a key of KINDS."""
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    if kind.startswith("glm"):
+        size = {"shortest_edge": 2 * PIXELS_MIN, "longest_edge": 2 * PIXELS_MAX}
+        return Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
     return Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=PIXELS_MIN, max_pixels=PIXELS_MAX
     )

@@ -10,11 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
-from trioserve.model.families.model_fields import ModelFields
+from trioserve.model.families.model_fields import ModelFields, with_axes
 from trioserve.model.layer_config import LayerConfig, QkNorm
 from trioserve.model.model_config import ModelConfig
 
 __all__ = ["GLM", "GLM4", "GLM4V", "GLM4V_MOE", "GLM4_MOE", "GLM_OCR", "SOLAR_OPEN"]
+
+
+_SECTIONS = (8, 12, 12)  # The default of mrope_section in transformers.
 
 
 def _describe_glm(fields: ModelFields) -> ModelConfig:
@@ -34,6 +37,7 @@ def _described(
     has_bias: bool = True,
     rotated_part: float = 0.5,
     norm_eps: float = 1.5625e-7,
+    reads_images: bool = False,
 ) -> ModelConfig:
     size = fields.head_dim(head_dim)
     attention = fields.attention(
@@ -41,9 +45,25 @@ def _described(
         has_bias=fields.flag_or("attention_bias", has_bias),
         rotary=fields.rotary(size, rotated_dims=fields.part_of_head(size, rotated_part)),
     )
+    if reads_images:
+        attention = with_axes(fields, attention, _SECTIONS)
     layer = LayerConfig(attention=attention, mlp=fields.mlp(), has_output_norms=has_output_norms)
     norm_eps = fields.number_or("rms_norm_eps", norm_eps)
     return fields.described(family, (layer,) * fields.layer_count, norm_eps=norm_eps)
+
+
+def _describe_reader(fields: ModelFields, family: str, *, has_bias: bool = True) -> ModelConfig:
+    """Describe the dense language model of a GLM that reads images."""
+    return _described(
+        fields,
+        family,
+        has_output_norms=True,
+        head_dim=None,
+        has_bias=has_bias,
+        rotated_part=1.0,
+        norm_eps=1e-5,
+        reads_images=True,
+    )
 
 
 def _describe_glm4_moe(fields: ModelFields) -> ModelConfig:
@@ -53,10 +73,14 @@ def _describe_glm4_moe(fields: ModelFields) -> ModelConfig:
     )
 
 
-def _described_mixture(fields: ModelFields, family: str, head_dim: int | None, **choices: Any) -> ModelConfig:
+def _described_mixture(
+    fields: ModelFields, family: str, head_dim: int | None, *, reads_images: bool = False, **choices: Any
+) -> ModelConfig:
     size = fields.head_dim(head_dim)
     rotary = fields.rotary(size, rotated_dims=fields.part_of_head(size, 0.5))
     attention = fields.attention(head_dim=head_dim, rotary=rotary, **choices)
+    if reads_images:
+        attention = with_axes(fields, attention, _SECTIONS)
     layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in fields.routed_by_sigmoid()]
     return fields.described(family, layers, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
 
@@ -97,24 +121,28 @@ GLM4 = Family(
     ),
     gguf=GgufNaming(architecture="glm4", modules={"gate_proj": "ffn_up", "up_proj": "ffn_up"}, pairs_adjacent=True),
 )
-# In the language models of GLM-4.1V and GLM-OCR, positions of texts have one number in all parts of rotary embeddings.
 GLM4V = replace(
     GLM4,
     name="glm4v",
     classes=(),
     model_type="glm4v_text",
-    describe=lambda fields: _described(
-        fields, "glm4v", has_output_norms=True, head_dim=None, rotated_part=1.0, norm_eps=1e-5
-    ),
+    describe=lambda fields: _describe_reader(fields, "glm4v"),
     gguf=None,
-    with_images=("Glm4vForConditionalGeneration",),
+    with_images=("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"),
 )
 GLM_OCR = replace(
     GLM4V,
     name="glm_ocr",
     model_type="glm_ocr_text",
     describe=lambda fields: _described(
-        fields, "glm_ocr", has_output_norms=True, head_dim=None, has_bias=False, rotated_part=1.0, norm_eps=1e-5
+        fields,
+        "glm_ocr",
+        has_output_norms=True,
+        head_dim=None,
+        has_bias=False,
+        rotated_part=1.0,
+        norm_eps=1e-5,
+        reads_images=True,
     ),
     defaults={"num_key_value_heads": 8},
     with_images=("GlmOcrForConditionalGeneration",),
@@ -140,10 +168,10 @@ GLM4V_MOE = replace(
     classes=(),
     model_type="glm4v_moe_text",
     describe=lambda fields: _described_mixture(
-        fields, "glm4v_moe", None, has_bias=fields.flag_or("attention_bias", True)
+        fields, "glm4v_moe", None, reads_images=True, has_bias=fields.flag_or("attention_bias", True)
     ),
     gguf=None,
-    with_images=("Glm4vMoeForConditionalGeneration",),
+    with_images=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"),
 )
 SOLAR_OPEN = Family(
     name="solar_open",

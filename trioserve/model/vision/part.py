@@ -18,6 +18,7 @@ from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, Stor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.vision.family import UnknownEncoder, VisionConfig
 from trioserve.model.vision.gemma3 import read_gemma3
+from trioserve.model.vision.glm_vl import read_glm4v, read_glm_ocr
 from trioserve.model.vision.idefics3 import read_idefics3
 from trioserve.model.vision.internvl import read_internvl
 from trioserve.model.vision.llava import read_llava, read_onevision
@@ -30,6 +31,10 @@ __all__ = ["IMAGE_FAMILIES", "VisionPart"]
 _Read: TypeAlias = Callable[[Path, Fields, ModelConfig], tuple[VisionConfig, ImageProcessing]]
 IMAGE_FAMILIES: dict[str, _Read] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
+    "Glm46VForConditionalGeneration": read_glm4v,
+    "Glm4vForConditionalGeneration": read_glm4v,
+    "Glm4vMoeForConditionalGeneration": read_glm4v,
+    "GlmOcrForConditionalGeneration": read_glm_ocr,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "InternVLForConditionalGeneration": read_internvl,
     "LlavaForConditionalGeneration": read_llava,

@@ -1,4 +1,4 @@
-"""The image encoders of Qwen's vision models in torch."""
+"""Parts of image encoders for images of any aspect ratio in torch, and the encoders of Qwen's vision models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from trioserve.model.layers import Linear
 from trioserve.model.vision.family import VitActivation
-from trioserve.model.vision.qwen_vl import NORM_EPS, QwenVLConfig
+from trioserve.model.vision.qwen_vl import NORM_EPS, GridConfig, QwenVLConfig
 from trioserve.model.vision.tower import ACTIVATIONS, VisionTower
 from trioserve.vision.families.family import FamilyProcessing
 
-__all__ = ["GridLayer", "GridPlaces", "QwenTower"]
+__all__ = ["GridLayer", "GridPlaces", "GridTower", "QwenTower"]
 
 THETA = 10_000.0
 
@@ -43,8 +43,76 @@ class GridPlaces(NamedTuple):
     windows: tuple[Tensor, ...] = ()
 
 
-class QwenTower(VisionTower):
-    """A transformer over the patches of an image of any aspect ratio. A merger joins squares of patches."""
+class GridTower(VisionTower):
+    """Cuts an image of any aspect ratio into patches, and places them in rows and columns.
+
+    Args:
+        config: config of the family.
+        processing: preparation of images.
+        place: number format and device, see VisionTower.
+    """
+
+    def __init__(self, config: GridConfig, processing: FamilyProcessing, **place: Any) -> None:
+        super().__init__(config, processing, **place)
+        self._grid = config
+
+    def patches(self, tile: npt.NDArray[np.uint8]) -> Tensor:
+        """Return the normalized pixels of each patch.
+
+        Args:
+            tile: uint8 [tile_height, tile_width, 3].
+
+        Returns:
+            [patches, 3 * frame_count * patch_size**2].
+        """
+        config = self._grid
+        pixels = torch.from_numpy(self.pixels(tile)).to(self.device, self.torch_dtype)
+        size, merge = config.patch_size, config.merge_size
+        squares = pixels.view(
+            3, tile.shape[0] // config.square, merge, size, tile.shape[1] // config.square, merge, size
+        )
+        patches = squares.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+        return patches.expand(*patches.shape[:5], config.frame_count, size, size).flatten(4).flatten(0, 3)
+
+    def places(self, tile: npt.NDArray[np.uint8]) -> GridPlaces:
+        """Return the places of the patches of a tile.
+
+        Args:
+            tile: uint8 [tile_height, tile_width, 3].
+        """
+        config = self._grid
+        merge = config.merge_size
+        down, across = (side // config.square for side in tile.shape[:2])
+        squares = torch.arange(down * across, device=self.device).view(down, across)
+
+        def of_patches(places: Tensor, inner: Tensor) -> Tensor:
+            return (places[:, :, None, None] * merge + inner).flatten()
+
+        inner = torch.arange(merge, device=self.device)
+        rows = of_patches(squares // across, inner[:, None].expand(merge, merge))
+        columns = of_patches(squares % across, inner[None, :].expand(merge, merge))
+        head_dim = config.hidden_size // config.head_count
+        exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=self.device) / (head_dim // 2)
+        frequencies = 1.0 / THETA**exponents
+        angles = torch.cat([places[:, None].float() * frequencies for places in (rows, columns)], dim=-1)[:, None]
+        return GridPlaces(rows, columns, angles.cos(), angles.sin(), self._windows(squares))
+
+    def _windows(self, squares: Tensor) -> tuple[Tensor, ...]:
+        size, count = self._grid.window_size, self._grid.merge_size**2
+        if size is None:
+            return ()
+        inner = torch.arange(count, device=self.device)
+        found: dict[tuple[int, ...], list[Tensor]] = {}
+        down, across = squares.shape
+        for row, column in itertools.product(range(0, down, size), range(0, across, size)):
+            window = squares[row : row + size, column : column + size]
+            patches = (window.flatten()[:, None] * count + inner).flatten()
+            found.setdefault(tuple(window.shape), []).append(patches)
+        return tuple(torch.stack(windows) for windows in found.values())
+
+
+class QwenTower(GridTower):
+    """A transformer over the patches of an image. A merger joins squares of patches."""
 
     def __init__(self, config: QwenVLConfig, processing: FamilyProcessing, **place: Any) -> None:
         super().__init__(config, processing, **place)
@@ -76,7 +144,7 @@ class QwenTower(VisionTower):
         )
 
     def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
-        places = self._places(tile)
+        places = self.places(tile)
         hidden = functional.linear(self.patches(tile), self._patch.flatten(1), self._patch_bias)
         if self._positions is not None:
             hidden = hidden + self._interpolated(self._positions, tile, places)
@@ -88,55 +156,6 @@ class QwenTower(VisionTower):
                 deep.append(others[len(deep)](hidden))
             yield
         return torch.cat((last(hidden), *deep), dim=1)
-
-    def patches(self, tile: npt.NDArray[np.uint8]) -> Tensor:
-        """Return the normalized pixels of each patch.
-
-        Args:
-            tile: uint8 [tile_height, tile_width, 3].
-
-        Returns:
-            [patches, 3 * frame_count * patch_size**2].
-        """
-        config = self._config
-        pixels = torch.from_numpy(self.pixels(tile)).to(self.device, self.torch_dtype)
-        size, merge = config.patch_size, config.merge_size
-        squares = pixels.view(
-            3, tile.shape[0] // config.square, merge, size, tile.shape[1] // config.square, merge, size
-        )
-        patches = squares.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-        return patches.expand(*patches.shape[:5], config.frame_count, size, size).flatten(4).flatten(0, 3)
-
-    def _places(self, tile: npt.NDArray[np.uint8]) -> GridPlaces:
-        config = self._config
-        merge = config.merge_size
-        down, across = (side // config.square for side in tile.shape[:2])
-        squares = torch.arange(down * across, device=self.device).view(down, across)
-
-        def of_patches(places: Tensor, inner: Tensor) -> Tensor:
-            return (places[:, :, None, None] * merge + inner).flatten()
-
-        inner = torch.arange(merge, device=self.device)
-        rows = of_patches(squares // across, inner[:, None].expand(merge, merge))
-        columns = of_patches(squares % across, inner[None, :].expand(merge, merge))
-        head_dim = config.hidden_size // config.head_count
-        exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=self.device) / (head_dim // 2)
-        frequencies = 1.0 / THETA**exponents
-        angles = torch.cat([places[:, None].float() * frequencies for places in (rows, columns)], dim=-1)[:, None]
-        return GridPlaces(rows, columns, angles.cos(), angles.sin(), self._windows(squares))
-
-    def _windows(self, squares: Tensor) -> tuple[Tensor, ...]:
-        size, count = self._config.window_size, self._config.merge_size**2
-        if size is None:
-            return ()
-        inner = torch.arange(count, device=self.device)
-        found: dict[tuple[int, ...], list[Tensor]] = {}
-        down, across = squares.shape
-        for row, column in itertools.product(range(0, down, size), range(0, across, size)):
-            window = squares[row : row + size, column : column + size]
-            patches = (window.flatten()[:, None] * count + inner).flatten()
-            found.setdefault(tuple(window.shape), []).append(patches)
-        return tuple(torch.stack(windows) for windows in found.values())
 
     def _interpolated(self, table: Tensor, tile: npt.NDArray[np.uint8], places: GridPlaces) -> Tensor:
         """Return the learned position of each patch, interpolated between the four nearest ones of the table."""
@@ -166,6 +185,7 @@ class GridLayer:
             its outer projection.
         activation: activation of the MLP.
         has_windows: True if patches attend only to the patches of the same window.
+        qk_norms: norms of the heads of queries and of keys. Empty: there are none.
     """
 
     def __init__(
@@ -176,16 +196,21 @@ class GridLayer:
         activation: VitActivation,
         *,
         has_windows: bool = False,
+        qk_norms: Sequence[Callable[[Tensor], Tensor]] = (),
     ) -> None:
         self._head_count = head_count
         self._norms = norms
         self._qkv, self._output, *self._inner, self._down = linears
         self._activate = ACTIVATIONS[activation]
         self._has_windows = has_windows
+        self._qk_norms = qk_norms
 
     def __call__(self, hidden: Tensor, places: GridPlaces) -> Tensor:
         qkv = self._qkv(self._norms[0](hidden)).view(len(hidden), 3, self._head_count, -1)
-        queries, keys = (_rotated(qkv[:, part], places) for part in (0, 1))
+        heads = [qkv[:, part] for part in (0, 1)]
+        if self._qk_norms:
+            heads = [norm(part) for norm, part in zip(self._qk_norms, heads, strict=True)]
+        queries, keys = (_rotated(part, places) for part in heads)
         values = qkv[:, 2]
         if self._has_windows:
             attended = torch.empty_like(values)

@@ -27,30 +27,34 @@ from trioserve.model.vision.family import (
 )
 from trioserve.vision.families.qwen_vl import QwenVLProcessing
 
-__all__ = ["QwenVLConfig", "read_qwen2_5_vl", "read_qwen2_vl", "read_qwen3_5", "read_qwen3_vl"]
+__all__ = [
+    "GridConfig",
+    "QwenVLConfig",
+    "grid_fields",
+    "grid_processing",
+    "read_qwen2_5_vl",
+    "read_qwen2_vl",
+    "read_qwen3_5",
+    "read_qwen3_vl",
+]
 
 Kind: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 NORM_EPS = 1e-6
 _NOTES = ("in_chans", "initializer_range", "spatial_patch_size", "tokens_per_second")
 
 
-class QwenVLConfig(VisionConfig, frozen=True, kw_only=True, tag="qwen_vl"):
+class GridConfig(VisionConfig, frozen=True, kw_only=True):
     """A transformer over the patches of a whole image, with rotary positions in rows and columns.
 
     Attributes:
-        kind: qwen2_vl has LayerNorm and an MLP without a gate. qwen2_5_vl has RMS norm and an MLP with a gate. qwen3_vl
-            is like qwen2_vl, and adds learned positions to patches.
         patch_size: pixels of each side of a patch.
         frame_count: copies of an image that make a patch. The model was trained on videos.
         merge_size: patches of each side of the square that becomes one row.
         window_size: rows of each side of a window. None: every layer sees the whole image.
         whole_layers: layers that see the whole image. All other layers see windows.
         positions_per_side: side of the square of learned positions, which are interpolated. 0: there are none.
-        deep_layers: layers whose outputs are added to the first layers of the language model (DeepStack, arXiv
-            2406.04334).
     """
 
-    kind: Kind
     hidden_size: int
     intermediate_size: int
     layer_count: int
@@ -62,7 +66,6 @@ class QwenVLConfig(VisionConfig, frozen=True, kw_only=True, tag="qwen_vl"):
     window_size: int | None = None
     whole_layers: tuple[int, ...] = ()
     positions_per_side: int = 0
-    deep_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, largest in (
@@ -82,16 +85,33 @@ class QwenVLConfig(VisionConfig, frozen=True, kw_only=True, tag="qwen_vl"):
             )
         if self.window_size is not None:
             check_range("vision_config", "number of rows in a window", self.window_size, IMAGE_SIZE_MAX)
-        if [layer for layer in range(self.layer_count) if layer in self.deep_layers] != list(self.deep_layers):
-            raise ModelLoadError(
-                f"deepstack_visual_indexes in the vision_config is {list(self.deep_layers)}, but must be ascending "
-                f"numbers of the {self.layer_count} layers: the checkpoint's config is damaged"
-            )
 
     @property
     def square(self) -> int:
         """Pixels of each side of the square that becomes one row."""
         return self.patch_size * self.merge_size
+
+
+class QwenVLConfig(GridConfig, frozen=True, kw_only=True, tag="qwen_vl"):
+    """The image encoder of a Qwen model.
+
+    Attributes:
+        kind: qwen2_vl has LayerNorm and an MLP without a gate. qwen2_5_vl has RMS norm and an MLP with a gate. qwen3_vl
+            is like qwen2_vl, and adds learned positions to patches.
+        deep_layers: layers whose outputs are added to the first layers of the language model (DeepStack, arXiv
+            2406.04334).
+    """
+
+    kind: Kind
+    deep_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        GridConfig.__post_init__(self)
+        if [layer for layer in range(self.layer_count) if layer in self.deep_layers] != list(self.deep_layers):
+            raise ModelLoadError(
+                f"deepstack_visual_indexes in the vision_config is {list(self.deep_layers)}, but must be ascending "
+                f"numbers of the {self.layer_count} layers: the checkpoint's config is damaged"
+            )
 
     @property
     def mlp_names(self) -> tuple[str, ...]:
@@ -161,9 +181,9 @@ def read_qwen2_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Q
         hidden_size=hidden_size,
         intermediate_size=hidden_size * fields.whole_or("mlp_ratio", 4),
         activation=activation_of(fields, "quick_gelu"),
-        **_shared(fields, texts, patch_size=14, layer_count=32, output_field="hidden_size"),
+        **grid_fields(fields, texts, patch_size=14, layer_count=32, output_field="hidden_size"),
     )
-    return config, _processing(directory, outer, texts, config, fields)
+    return config, grid_processing(directory, outer, texts, config, fields, embedding_size=config.output_size)
 
 
 def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
@@ -175,7 +195,7 @@ def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple
         texts: config of the language model.
     """
     fields = vision_fields(outer)
-    shared = _shared(fields, texts, patch_size=14, layer_count=32)
+    shared = grid_fields(fields, texts, patch_size=14, layer_count=32)
     window, square = fields.whole_or("window_size", 112), shared["patch_size"] * shared["merge_size"]
     config = QwenVLConfig(
         kind="qwen2_5_vl",
@@ -186,7 +206,7 @@ def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple
         whole_layers=fields.wholes("fullatt_block_indexes") or (7, 15, 23, 31),
         **shared,
     )
-    return config, _processing(directory, outer, texts, config, fields)
+    return config, grid_processing(directory, outer, texts, config, fields, embedding_size=config.output_size)
 
 
 def read_qwen3_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
@@ -230,23 +250,32 @@ def _read_qwen3(
         activation=activation_of(fields, "gelu_pytorch_tanh"),
         positions_per_side=math.isqrt(positions),
         deep_layers=deep_layers,
-        **_shared(fields, texts, patch_size=16, layer_count=27),
+        **grid_fields(fields, texts, patch_size=16, layer_count=27),
     )
     if len(deep_layers) > texts.layer_count:
         raise ModelLoadError(
             f"deepstack_visual_indexes in the vision_config has {len(deep_layers)} layers, but the language model has "
             f"only {texts.layer_count}: the checkpoint's config is damaged"
         )
-    return config, _processing(directory, outer, texts, config, fields, image_token)
+    size = config.output_size * (1 + len(deep_layers))
+    return config, grid_processing(directory, outer, texts, config, fields, image_token, embedding_size=size)
 
 
-def _shared(
-    fields: Fields, texts: ModelConfig, *, patch_size: int, layer_count: int, output_field: str = "out_hidden_size"
+def grid_fields(
+    fields: Fields,
+    texts: ModelConfig,
+    *,
+    patch_size: int,
+    layer_count: int,
+    head_count: int = 16,
+    output_field: str = "out_hidden_size",
 ) -> dict[str, Any]:
-    """Read the fields that all kinds have.
+    """Read the fields of GridConfig that have the same name in all families.
 
     Args:
-        patch_size, layer_count: values of missing fields.
+        fields: fields of the image encoder.
+        texts: config of the language model.
+        patch_size, layer_count, head_count: values of missing fields.
         output_field: field with the hidden_size of the language model.
     """
     if fields.whole_or("in_channels", 3) != 3:
@@ -255,7 +284,7 @@ def _shared(
         raise fields.wrong(output_field, f"{texts.hidden_size}, the hidden_size of the language model")
     return {
         "layer_count": fields.whole_or("depth", layer_count),
-        "head_count": fields.whole_or("num_heads", 16),
+        "head_count": fields.whole_or("num_heads", head_count),
         "patch_size": fields.whole_or("patch_size", patch_size),
         "frame_count": fields.whole_or("temporal_patch_size", 2),
         "merge_size": fields.whole_or("spatial_merge_size", 2),
@@ -263,14 +292,29 @@ def _shared(
     }
 
 
-def _processing(
+def grid_processing(
     directory: Path,
     outer: Fields,
     texts: ModelConfig,
-    config: QwenVLConfig,
+    config: GridConfig,
     fields: Fields,
     image_token: int = 151_655,
+    *,
+    embedding_size: int,
+    kind: type[QwenVLProcessing] = QwenVLProcessing,
 ) -> QwenVLProcessing:
+    """Read the config of the preparation of images, and check that nothing in the image encoder's is unknown.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+        config: config of the image encoder.
+        fields: its fields.
+        image_token: value of a missing image_token_id.
+        embedding_size: numbers in one row.
+        kind: class of the preparation.
+    """
     if not any(rotary is not None and rotary.axes for rotary, _ in texts.rotaries):
         raise ModelLoadError(
             "the text_config lacks mrope_section, which divides the rotated numbers of a head between the positions of "
@@ -287,19 +331,23 @@ def _processing(
         if images.whole_or(name, value) != value:
             raise images.wrong(name, f"the number in config.json, {value}")
     size = images.group_or_none("size") or Fields({}, "size")
-    # Older files have these fields beside an unused size.
-    pixels_min = images.whole_or("min_pixels", size.whole_or("shortest_edge", 56 * 56))
-    pixels_max = images.whole_or("max_pixels", size.whole_or("longest_edge", 28 * 28 * 1280))
+    # Older files have the first two fields beside an unused size.
+    pixels_min = images.whole_or("min_pixels", size.whole_or("shortest_edge", kind.pixels_min_default))
+    pixels_max = images.whole_or("max_pixels", size.whole_or("longest_edge", kind.pixels_max_default))
+    frames = config.frame_count if kind.counts_frames else 1
+    if pixels_min % frames or pixels_max % frames:
+        raise images.wrong("size", f"multiples of the temporal_patch_size {frames}")
+    pixels_min, pixels_max = pixels_min // frames, pixels_max // frames
     if not config.square**2 <= pixels_min <= pixels_max <= IMAGE_SIZE_MAX**2 * 4:
         raise ModelLoadError(
             f"images have {pixels_min} to {pixels_max} pixels, but one token needs {config.square**2}, and at most "
             f"{IMAGE_SIZE_MAX**2 * 4} are supported: the checkpoint's files are damaged"
         )
-    return QwenVLProcessing(
+    return kind(
         square=config.square,
         pixels_min=pixels_min,
         pixels_max=pixels_max,
-        embedding_size=config.output_size * (1 + len(config.deep_layers)),
+        embedding_size=embedding_size,
         image_token_id=image_token_id(outer, image_token),
         **pixel_fields(images, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,14 @@ from torch.nn import functional
 from trioserve.contracts.media import ImagePlan
 from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.gemma3 import Gemma3Config
+from trioserve.model.vision.glm_vl import GLM_LINEARS, GlmVLConfig
 from trioserve.model.vision.idefics3 import Idefics3Config
 from trioserve.model.vision.internvl import InternvlConfig
 from trioserve.model.vision.llava import LlavaConfig
 from trioserve.model.vision.pixtral import PIXTRAL_NORM_EPS, PixtralConfig
-from trioserve.model.vision.qwen_tower import GridLayer, GridPlaces, QwenTower
+from trioserve.model.vision.qwen_tower import GridLayer, GridPlaces, GridTower, QwenTower
 from trioserve.model.vision.qwen_vl import QwenVLConfig
-from trioserve.model.vision.tower import VisionTower, Vit
+from trioserve.model.vision.tower import ACTIVATIONS, VisionTower, Vit
 from trioserve.vision.families.family import FamilyProcessing
 from trioserve.vision.families.llava import OneVisionProcessing
 
@@ -195,8 +196,72 @@ class PixtralTower(VisionTower):
         return GridPlaces(rows, columns, angles.cos(), angles.sin())
 
 
+class GlmTower(GridTower):
+    """A transformer over the patches of an image, a convolution that joins squares of patches, and an MLP."""
+
+    def __init__(self, config: GlmVLConfig, processing: FamilyProcessing, **place: Any) -> None:
+        super().__init__(config, processing, **place)
+        self._config = config
+        self._patch, self._patch_bias = (self.plain(f"visual.patch_embed.proj.{part}") for part in ("weight", "bias"))
+        if config.positions_per_side:
+            self._first_norm = self.rms_norm("visual.post_conv_layernorm", config.norm_eps)
+            self._positions = self.plain("visual.embeddings.position_embedding.weight")
+        self._layers = [self._layer(f"visual.blocks.{index}") for index in range(config.layer_count)]
+        self._last_norm = self.rms_norm("visual.post_layernorm", config.norm_eps)
+        self._join, self._join_bias = (self.plain(f"visual.downsample.{part}") for part in ("weight", "bias"))
+        self._merger_norm = self.layer_norm("visual.merger.post_projection_norm", 1e-5)
+        self._merger, self._gate, self._up, self._down = (
+            self.linear(f"visual.merger.{part}") for part in ("proj", "gate_proj", "up_proj", "down_proj")
+        )
+
+    def _layer(self, name: str) -> GridLayer:
+        config = self._config
+
+        def norms(*names: str) -> list[Callable[[Tensor], Tensor]]:
+            return [self.rms_norm(f"{name}.{part}", config.norm_eps) for part in names]
+
+        return GridLayer(
+            config.head_count,
+            norms("norm1", "norm2"),
+            [self.linear(f"{name}.{part}") for part in GLM_LINEARS],
+            config.activation,
+            qk_norms=norms("attn.q_norm", "attn.k_norm") if config.has_qk_norm else (),
+        )
+
+    def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
+        places = self.places(tile)
+        hidden = functional.linear(self.patches(tile), self._patch.flatten(1), self._patch_bias)
+        if self._config.positions_per_side:
+            hidden = self._first_norm(hidden) + self._sampled(tile, places)
+        for layer in self._layers:
+            hidden = layer(hidden, places)
+            yield
+        squares = self._last_norm(hidden).view(-1, self._config.merge_size**2, hidden.shape[1]).transpose(1, 2)
+        joined = functional.linear(squares.flatten(1), self._join.flatten(1), self._join_bias)
+        merged = functional.gelu(self._merger_norm(self._merger(joined)))
+        return self._down(ACTIVATIONS[self._config.activation](self._gate(merged)) * self._up(merged))
+
+    def _sampled(self, tile: npt.NDArray[np.uint8], places: GridPlaces) -> Tensor:
+        """Return the learned position of each patch, interpolated between the positions of the table."""
+        side, size = self._config.positions_per_side, self._config.patch_size
+        table = self._positions.view(1, side, side, -1).permute(0, 3, 1, 2).float()
+        down, across = (
+            (position + 0.5) / (pixels // size) * 2 - 1
+            for position, pixels in zip((places.rows, places.columns), tile.shape, strict=False)
+        )
+        sampled = functional.grid_sample(
+            table,
+            torch.stack((across, down), dim=-1)[None, :, None],
+            mode="bicubic",
+            padding_mode="border",
+            align_corners=False,
+        )
+        return sampled[0, :, :, 0].T.to(self.torch_dtype)
+
+
 _TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
     Gemma3Config: Gemma3Tower,
+    GlmVLConfig: GlmTower,
     Idefics3Config: Idefics3Tower,
     QwenVLConfig: QwenTower,
     InternvlConfig: InternvlTower,

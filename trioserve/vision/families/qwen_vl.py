@@ -1,4 +1,5 @@
-"""Prepares images for Qwen2-VL, Qwen2.5-VL and Qwen3-VL (arXiv 2409.12191, 2502.13923).
+"""Prepares images for Qwen2-VL, Qwen2.5-VL and Qwen3-VL (arXiv 2409.12191, 2502.13923), and for GLM-4.1V (arXiv
+2507.01006).
 
 An image keeps its aspect ratio. Both sides become multiples of a square of patches, and each square is one row in the
 prompt.
@@ -19,7 +20,7 @@ from trioserve.vision.families.family import FamilyProcessing
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["QwenVLProcessing"]
+__all__ = ["GlmVLProcessing", "QwenVLProcessing"]
 
 RATIO_MAX = 200  # transformers refuses longer and thinner images, too.
 
@@ -39,6 +40,11 @@ class QwenVLProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="qwen_vl
 
     sign: ClassVar[str] = "<|image_pad|>"
     row_token: ClassVar[str] = "<|image_pad|>"
+    # Values of fields that a checkpoint lacks, as in transformers.
+    pixels_min_default: ClassVar[int] = 56 * 56
+    pixels_max_default: ClassVar[int] = 28 * 28 * 1280
+    counts_frames: ClassVar[bool] = False
+    """True if a checkpoint counts the pixels of all copies of an image that make a patch."""
 
     @property
     def rows_max(self) -> int:
@@ -54,6 +60,18 @@ class QwenVLProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="qwen_vl
         return f"one token per {self.square} x {self.square} pixels, at most {self.rows_max} tokens"
 
     def plan(self, width: int, height: int, image_count: int = 1) -> ImagePlan:
+        columns, rows = self._squares(width, height)
+        return ImagePlan(
+            width=width,
+            height=height,
+            tile_width=columns * self.square,
+            tile_height=rows * self.square,
+            runs=(rows * columns,),
+            grid=(rows, columns),
+        )
+
+    def _squares(self, width: int, height: int) -> tuple[int, int]:
+        """Return how many squares the resized image has in a line, and how many lines."""
         if max(width, height) > RATIO_MAX * min(width, height):
             raise InvalidRequest(
                 f"an image has {width} x {height} pixels, but its longer side may be at most {RATIO_MAX} times its "
@@ -69,14 +87,7 @@ class QwenVLProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="qwen_vl
         elif columns * rows * square**2 < self.pixels_min:
             ratio = math.sqrt(self.pixels_min / (width * height))
             columns, rows = math.ceil(width * ratio / square), math.ceil(height * ratio / square)
-        return ImagePlan(
-            width=width,
-            height=height,
-            tile_width=columns * square,
-            tile_height=rows * square,
-            runs=(rows * columns,),
-            grid=(rows, columns),
-        )
+        return columns, rows
 
     def text(self, plan: ImagePlan) -> str:
         return self.row_token * plan.row_count
@@ -84,3 +95,19 @@ class QwenVLProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="qwen_vl
     def tiles(self, image: Image, plan: ImagePlan) -> npt.NDArray[np.uint8]:
         # The whole image is one tile.
         return np.asarray(image.resize((plan.tile_width, plan.tile_height), resample=self.resample))[None]
+
+
+class GlmVLProcessing(QwenVLProcessing, frozen=True, kw_only=True, tag="glm_vl"):
+    """Preprocessing of the images of GLM-4.1V, GLM-4.5V and GLM-OCR."""
+
+    sign: ClassVar[str] = "<|image|>"
+    row_token: ClassVar[str] = "<|image|>"
+    pixels_min_default: ClassVar[int] = 112 * 112
+    pixels_max_default: ClassVar[int] = 28 * 28 * 15_000
+    counts_frames: ClassVar[bool] = True
+
+    def _squares(self, width: int, height: int) -> tuple[int, int]:
+        if min(width, height) < self.square:
+            scale = max(self.square / height, self.square / width)
+            width, height = int(width * scale), int(height * scale)
+        return QwenVLProcessing._squares(self, width, height)

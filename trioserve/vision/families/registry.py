@@ -13,13 +13,14 @@ from trioserve.vision.families.idefics3 import Idefics3Processing
 from trioserve.vision.families.internvl import InternvlProcessing
 from trioserve.vision.families.llava import LlavaProcessing, OneVisionProcessing
 from trioserve.vision.families.pixtral import PixtralProcessing
-from trioserve.vision.families.qwen_vl import QwenVLProcessing
+from trioserve.vision.families.qwen_vl import GlmVLProcessing, QwenVLProcessing
 from trioserve.vision.image_file import pixels_of
 
 __all__ = ["ImageProcessing", "tiles_from", "tiles_of"]
 
 ImageProcessing: TypeAlias = (
     Gemma3Processing
+    | GlmVLProcessing
     | Idefics3Processing
     | InternvlProcessing
     | LlavaProcessing
