@@ -170,6 +170,8 @@ def chat(*files: bytes) -> list[dict[str, Any]]:
         ("smolvlm", 48, [(60, 33), (20, 20)]),
         ("gemma3", 32, [(60, 33), (20, 20)]),
         ("llava", 32, [(60, 33), (20, 41)]),
+        ("llava_next", 32, [(150, 61)]),
+        ("llava_next", 32, [(31, 28), (27, 30)]),
         ("llava_onevision", 32, [(60, 33), (20, 41)]),
         ("llava_onevision", 32, [(150, 61)]),
         ("llava_onevision", 32, [(33, 35)]),
@@ -231,7 +233,7 @@ def test_images_prompts_and_tokens_equal_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llava_onevision", "internvl"])
+@pytest.mark.parametrize("kind", ["llava_next", "llava_onevision", "internvl"])
 def test_token_counts_of_many_sizes_equal_those_of_transformers(
     kind: str, vision_checkpoint: Callable[..., Path], tiny_vision: ModuleType
 ) -> None:

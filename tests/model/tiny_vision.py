@@ -15,7 +15,7 @@ import numpy as np
 
 __all__ = ["IMAGE_TOKEN", "KINDS", "TILE_TOKENS", "VOCAB_SIZE", "image_file", "processor", "write_checkpoint"]
 
-KINDS = ("idefics3", "smolvlm", "gemma3", "llava", "llava_onevision", "internvl", "mistral3", "pixtral")
+KINDS = ("idefics3", "smolvlm", "gemma3", "llava", "llava_next", "llava_onevision", "internvl", "mistral3", "pixtral")
 VOCAB_SIZE = 320
 IMAGE_TOKEN = "<image>"
 TILE_TOKENS = 16
@@ -80,6 +80,7 @@ _TEXTS_OF: dict[str, dict[str, Any]] = {
 }
 _EYES_OF: dict[str, dict[str, Any]] = {
     "llava": {"model_type": "clip_vision_model", "num_hidden_layers": 3},
+    "llava_next": {"model_type": "clip_vision_model", "num_hidden_layers": 3},
     "llava_onevision": {"model_type": "siglip_vision_model"},
     "internvl": {"model_type": "internvl_vision"},
     "mistral3": {"model_type": "pixtral", "hidden_act": "silu", "rope_parameters": {"rope_theta": 100.0}},
@@ -116,6 +117,7 @@ def write_checkpoint(
             "eoi_token_index": _SPECIAL.index("<end_of_image>"),
         },
         "llava": {"image_seq_length": 64},
+        "llava_next": {"image_grid_pinpoints": _CANVASES},
         "llava_onevision": {
             "image_grid_pinpoints": _CANVASES,
             "vision_aspect_ratio": "anyres_max_2",
@@ -133,7 +135,7 @@ def write_checkpoint(
         vision_config={**_EYES, "image_size": image_size, **_EYES_OF.get(kind, {})},
         **{
             "image_token_index"
-            if class_name in ("gemma3", "llava", "llava_onevision", "mistral3")
+            if class_name in ("gemma3", "llava", "llava_next", "llava_onevision", "mistral3")
             else "image_token_id": row_token
         },
         tie_word_embeddings=False,
@@ -179,6 +181,8 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
     from transformers.models.internvl.processing_internvl import InternVLProcessor
     from transformers.models.llava.processing_llava import LlavaProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+    from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
         LlavaOnevisionImageProcessorPil,
     )
@@ -213,10 +217,13 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
         distorted = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
         return Gemma3Processor(distorted, tokenizer, chat_template=template, image_seq_length=TILE_TOKENS)
     square = {"height": 32, "width": 32}
-    if kind == "llava":
-        clip = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=square)
-        return LlavaProcessor(
-            clip,
+    if kind in ("llava", "llava_next"):
+        sizes = {"size": {"shortest_edge": 32}, "crop_size": square}
+        is_next = kind == "llava_next"
+        return (LlavaNextProcessor if is_next else LlavaProcessor)(
+            LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=_CANVASES)
+            if is_next
+            else CLIPImageProcessorPil(**sizes),
             tokenizer,
             patch_size=4,
             vision_feature_select_strategy="default",

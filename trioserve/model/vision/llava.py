@@ -1,5 +1,5 @@
-"""The image encoders of LLaVA 1.5 (arXiv 2310.03744) and LLaVA-OneVision (arXiv 2408.03326): CLIP or SigLIP, then an
-MLP."""
+"""The image encoders of LLaVA 1.5 (arXiv 2310.03744), LLaVA-NeXT and LLaVA-OneVision (arXiv 2408.03326): CLIP or
+SigLIP, then an MLP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trioserve.model.vision.pixtral import PixtralConfig, read_pixtral
 from trioserve.vision.families.llava import LlavaProcessing, OneVisionProcessing
 from trioserve.vision.families.pixtral import PixtralProcessing
 
-__all__ = ["LlavaConfig", "read_llava", "read_onevision"]
+__all__ = ["LlavaConfig", "read_llava", "read_next", "read_onevision"]
 
 CANVASES_MAX = 1000
 TILES_MAX = 100
@@ -77,7 +77,7 @@ def read_llava(
     """
     if vision_fields(outer).text_or("model_type", None) == "pixtral":
         return read_pixtral(directory, outer, texts)
-    config = _config(outer, texts, default_layer=-2, has_newline=False)
+    config = _config(outer, texts, default_layer=-2, default_kind="clip_vision_model", has_newline=False)
     vit = config.vit
     processor = processor_fields(directory)
     crops = processor.flag_or("do_center_crop", vit.has_class_token)
@@ -104,7 +104,7 @@ def read_onevision(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[
         outer: fields of config.json.
         texts: config of the language model.
     """
-    config = _config(outer, texts, default_layer=-1, has_newline=True)
+    config = _config(outer, texts, default_layer=-1, default_kind="siglip_vision_model", has_newline=True)
     vit = config.vit
     aspect = outer.text_or("vision_aspect_ratio", "anyres_max_9")
     tiles_max = aspect.removeprefix("anyres_max_")
@@ -114,7 +114,48 @@ def read_onevision(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[
     size = processor.group_or_none("size") or Fields({"height": 384, "width": 384}, "size")
     _check_sides(size, ("height", "width"), vit)
     sides = [384 * count for count in range(1, 7)]
-    default = tuple((height, width) for height in sides for width in sides)
+    return config, OneVisionProcessing(
+        **pixel_fields(processor, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
+        tile_size=vit.image_size,
+        patches_per_side=vit.positions_per_side,
+        canvases=_canvases(outer, processor, tuple((height, width) for height in sides for width in sides), vit),
+        tiles_max=int(tiles_max),
+        embedding_size=config.output_size,
+        image_token_id=image_token_id(outer, 151_646),
+    )
+
+
+def read_next(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[LlavaConfig, OneVisionProcessing]:
+    """Read the config files of LLaVA-NeXT.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    config = _config(outer, texts, default_layer=-2, default_kind="clip_vision_model", has_newline=True)
+    vit = config.vit
+    processor = processor_fields(directory)
+    size = processor.group_or_none("size") or Fields({"shortest_edge": 336}, "size")
+    _check_sides(size, ("height", "width") if "height" in size else ("shortest_edge",), vit)
+    crop = processor.group_or_none("crop_size") or Fields({"height": 336, "width": 336}, "crop_size")
+    _check_sides(crop, ("height", "width"), vit)
+    return config, OneVisionProcessing(
+        **pixel_fields(processor, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
+        tile_size=vit.image_size,
+        patches_per_side=vit.positions_per_side,
+        canvases=_canvases(outer, processor, ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)), vit),
+        tiles_max=None,
+        cuts_every_image=True,
+        embedding_size=config.output_size,
+        image_token_id=image_token_id(outer, 32_000),
+    )
+
+
+def _canvases(
+    outer: Fields, processor: Fields, default: tuple[tuple[int, int], ...], vit: VitConfig
+) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of larger copies, as height and width in pixels. default: value of a missing field."""
     canvases = processor.pairs_or("image_grid_pinpoints", default)
     if canvases != outer.pairs_or("image_grid_pinpoints", default):
         raise outer.wrong("image_grid_pinpoints", f"the same as in {processor.source}")
@@ -123,20 +164,14 @@ def read_onevision(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[
             raise outer.wrong("image_grid_pinpoints", f"multiples of the image_size {vit.image_size}")
     if not 0 < len(canvases) <= CANVASES_MAX:
         raise outer.wrong("image_grid_pinpoints", f"1 to {CANVASES_MAX} sizes")
-    return config, OneVisionProcessing(
-        **pixel_fields(processor, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
-        tile_size=vit.image_size,
-        patches_per_side=vit.positions_per_side,
-        canvases=canvases,
-        tiles_max=int(tiles_max),
-        embedding_size=config.output_size,
-        image_token_id=image_token_id(outer, 151_646),
-    )
+    return canvases
 
 
-def _config(outer: Fields, texts: ModelConfig, *, default_layer: int, has_newline: bool) -> LlavaConfig:
+def _config(
+    outer: Fields, texts: ModelConfig, *, default_layer: int, default_kind: str, has_newline: bool
+) -> LlavaConfig:
     fields = vision_fields(outer)
-    kind = fields.text_or("model_type", "siglip_vision_model" if has_newline else "clip_vision_model")
+    kind = fields.text_or("model_type", default_kind)
     if kind not in ("clip_vision_model", "siglip_vision_model"):
         raise UnknownEncoder(
             f"model_type in the vision_config is {kind[:80]}, not clip_vision_model or siglip_vision_model"
@@ -144,7 +179,9 @@ def _config(outer: Fields, texts: ModelConfig, *, default_layer: int, has_newlin
     is_clip = kind == "clip_vision_model"
     layer_total = fields.whole_or("num_hidden_layers", 12)
     layer_count = feature_layer_count(outer, layer_total, default_layer)
-    strategy = outer.text_or("vision_feature_select_strategy", "full" if has_newline else "default")
+    strategy = outer.text_or(
+        "vision_feature_select_strategy", "default" if default_kind == "clip_vision_model" else "full"
+    )
     if strategy != ("default" if is_clip else "full"):
         raise outer.wrong("vision_feature_select_strategy", "default" if is_clip else "full")
     if outer.text_or("projector_hidden_act", "gelu") != "gelu":

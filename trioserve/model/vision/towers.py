@@ -115,7 +115,8 @@ class Gemma3Tower(VisionTower):
 
 
 class LlavaTower(VisionTower):
-    """CLIP or SigLIP, and an MLP. For LLaVA-OneVision, the rows of all tiles become lines of the whole image."""
+    """CLIP or SigLIP, and an MLP. For LLaVA-NeXT and LLaVA-OneVision, the rows of all tiles become lines of the whole
+    image."""
 
     def __init__(self, config: LlavaConfig, processing: FamilyProcessing, **place: Any) -> None:
         super().__init__(config, processing, **place)

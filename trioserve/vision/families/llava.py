@@ -1,7 +1,8 @@
-"""Prepares images for LLaVA 1.5 (arXiv 2310.03744) and LLaVA-OneVision (arXiv 2408.03326).
+"""Prepares images for LLaVA 1.5 (arXiv 2310.03744), LLaVA-NeXT and LLaVA-OneVision (arXiv 2408.03326).
 
-LLaVA 1.5 makes one square tile of an image. LLaVA-OneVision adds the tiles of a larger copy, if the prompt has only one
-image. The copy keeps the aspect ratio. It is centered on the smallest canvas that holds most of the image's detail.
+LLaVA 1.5 makes one square tile of an image. LLaVA-NeXT adds the tiles of a larger copy, and LLaVA-OneVision does so if
+the prompt has only one image. The copy keeps the aspect ratio. It is centered on the smallest canvas that holds most of
+the image's detail.
 """
 
 from __future__ import annotations
@@ -71,19 +72,22 @@ class OneVisionGrid(NamedTuple):
 
 
 class OneVisionProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="llava_onevision"):
-    """Preprocessing of the images of LLaVA-OneVision.
+    """Preprocessing of the images of LLaVA-NeXT and LLaVA-OneVision.
 
     Attributes:
         tile_size: pixels of each side of a tile.
         patches_per_side: rows of a tile are the square of this number.
         canvases: sizes of the larger copy, as height and width in pixels.
-        tiles_max: a larger copy of more tiles is reduced to the embeddings of about this number of tiles.
+        tiles_max: a larger copy of more tiles is reduced to the embeddings of about this number of tiles. None: it is
+            not reduced.
+        cuts_every_image: True if images of a prompt with several images have larger copies, too.
     """
 
     tile_size: int
     patches_per_side: int
     canvases: tuple[tuple[int, int], ...]
-    tiles_max: int
+    tiles_max: int | None
+    cuts_every_image: bool = False
 
     @property
     def description(self) -> str:
@@ -92,7 +96,7 @@ class OneVisionProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="llav
     def plan(self, width: int, height: int, image_count: int = 1) -> ImagePlan:
         size = self.tile_size
         tile_tokens = self.patches_per_side**2
-        if image_count > 1:
+        if image_count > 1 and not self.cuts_every_image:
             return ImagePlan(width=width, height=height, tile_width=size, tile_height=size, runs=(tile_tokens + 1,))
         canvas_height, canvas_width = self._canvas(width, height)
         plan = ImagePlan(
@@ -128,6 +132,8 @@ class OneVisionProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="llav
             height -= (height - int(round(plan.height * (width / plan.width), 7))) // 2 * 2
         else:
             width -= (width - int(round(plan.width * (height / plan.height), 7))) // 2 * 2
+        if self.tiles_max is None:
+            return OneVisionGrid(height, width, height, width)
         ratio = math.sqrt(height * width / (self.tiles_max * self.patches_per_side**2))
         if ratio > 1.1:
             return OneVisionGrid(height, width, int(height // ratio), int(width // ratio))
