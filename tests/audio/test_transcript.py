@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.audio.audio_files import WHISPER
-from trioserve.audio.transcript import Segment, Transcript, WindowOutput, compression_ratio, srt, vtt
+from trioserve.audio.transcript import LANGUAGE_NAMES, Segment, Transcript, WindowOutput, compression_ratio, srt, vtt
 
 SURE = -0.2
 END = WHISPER.end_id
@@ -113,8 +113,9 @@ def test_prompt_keeps_the_last_tokens_and_drops_control_tokens() -> None:
 
 @pytest.mark.parametrize(("text", "temperature"), [(" la" * 60, 0.0), (" fine words", 0.8)])
 def test_text_that_may_be_wrong_is_no_prompt(text: str, temperature: float) -> None:
-    one = transcript(60.0, temperature=temperature)
-    add(one, 0.0, text, 20.0, 20.0, " rest")
+    one = transcript(60.0)
+    output = WindowOutput([*said(0.0, text, 20.0, 20.0, " rest"), END], SURE, temperature=temperature)
+    one.add_window(output)
     assert one.window_prompt()[0] == WHISPER.start_id
 
 
@@ -152,3 +153,25 @@ def test_compression_ratio_finds_repetition() -> None:
     assert compression_ratio("") == 0.0
     assert compression_ratio("The quick brown fox jumps over the lazy dog.") < 1.1
     assert compression_ratio("so what " * 50) > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "logprob", "no_speech", "is_doubtful"),
+    [
+        (" fine words", -0.5, None, False),
+        (" la" * 60, -0.5, None, True),
+        (" fine words", -1.5, 0.5, True),
+        (" fine words", -1.5, 0.9, False),
+    ],
+)
+def test_text_that_repeats_itself_or_is_improbable_is_sampled_again(
+    text: str, logprob: float, no_speech: float | None, is_doubtful: bool
+) -> None:
+    output = WindowOutput([*said(0.0, text, 9.0), END], logprob, no_speech)
+    assert transcript(60.0).is_doubtful(output) is is_doubtful
+
+
+def test_language_names_are_those_of_whisper() -> None:
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    assert LANGUAGE_NAMES == LANGUAGES

@@ -26,7 +26,15 @@ from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.server_context import ServerContext
 from trioserve.api.surface import event
 from trioserve.audio.audio_file import AUDIO_FORMATS, decoder_missing
-from trioserve.audio.transcript import Segment, Transcript, WindowOutput, srt, vtt
+from trioserve.audio.transcript import (
+    FALLBACK_TEMPERATURES,
+    LANGUAGE_NAMES,
+    Segment,
+    Transcript,
+    WindowOutput,
+    srt,
+    vtt,
+)
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.media import AudioProcessing, AudioPrompt
@@ -415,17 +423,30 @@ class _Transcription:
             seconds=self._seconds,
             task_ids=await self._task_ids(),
             prompt_ids=await self._prompt_ids(),
-            temperature=self._fields.temperature,
             has_timestamps=self._has_timestamps,
         )
         while not transcript.is_complete:
-            features, digest = self._recording.window(transcript.position)
-            token_ids = transcript.window_prompt()
+            segments = transcript.add_window(await self._window_output(transcript))
+            if self._fields.stream and not self._sends_tokens:
+                await self._send("".join(segment.text for segment in segments))
+
+    async def _window_output(self, transcript: Transcript) -> WindowOutput:
+        """Return the model's output for the next window, sampled at the lowest temperature that gives a good text.
+
+        A stream sends tokens at once, so its text cannot be replaced by another one.
+        """
+        features, digest = self._recording.window(transcript.position)
+        token_ids = transcript.window_prompt()
+        is_fixed = self._fields.temperature > 0 or self._sends_tokens
+        temperatures = (self._fields.temperature,) if is_fixed else FALLBACK_TEMPERATURES
+        no_speech: float | None = None
+        for temperature in temperatures:
             choice = await self._asked(
                 AudioPrompt(features=features, digest=digest, token_ids=token_ids),
                 SamplingParams(
-                    temperature=self._fields.temperature,
-                    seed=self._fields.seed,
+                    temperature=temperature,
+                    # A request without a temperature gets the same text each time.
+                    seed=self._fields.seed if is_fixed else self._fields.seed or 0,
                     max_tokens=min(self._processing.tokens_max // 2, self._processing.tokens_max - len(token_ids)),
                     clamp_max_tokens=True,
                     logprobs=0,
@@ -434,12 +455,15 @@ class _Transcription:
                 sends=self._sends_tokens,
             )
             logprobs = [token.logprob for token in choice.logprobs]
-            output = WindowOutput(choice.token_ids, sum(logprobs) / max(1, len(logprobs)))
-            if self._fields.response_format == "verbose_json" or (output.may_be_silence and not self._sends_tokens):
-                output = output._replace(no_speech=await self._no_speech(features, digest))
-            segments = transcript.add_window(output)
-            if self._fields.stream and not self._sends_tokens:
-                await self._send("".join(segment.text for segment in segments))
+            logprob = sum(logprobs) / max(1, len(logprobs))
+            output = WindowOutput(choice.token_ids, logprob, no_speech, temperature)
+            needs_no_speech = output.may_be_silence and not self._sends_tokens
+            if no_speech is None and (needs_no_speech or self._fields.response_format == "verbose_json"):
+                no_speech = await self._no_speech(features, digest)
+                output = output._replace(no_speech=no_speech)
+            if not transcript.is_doubtful(output):
+                break
+        return output
 
     async def _task_ids(self) -> tuple[int, ...]:
         processing = self._processing
@@ -505,7 +529,8 @@ class _Transcription:
         """Return the body of a response in JSON."""
         response = Transcription(text=self._result.text, usage=DurationUsage(seconds=self._seconds))
         if self._fields.response_format == "verbose_json":
-            response.task, response.language, response.duration = self._task, self._language, self._seconds
+            response.task, response.duration = self._task, self._seconds
+            response.language = LANGUAGE_NAMES.get(self._language, self._language)
             response.segments = [self._shown(number, one) for number, one in enumerate(self._result.segments)]
         return response
 
@@ -517,7 +542,7 @@ class _Transcription:
             end=round(segment.end, 2),
             text=segment.text,
             tokens=list(segment.token_ids),
-            temperature=self._fields.temperature,
+            temperature=segment.output.temperature,
             avg_logprob=segment.output.logprob,
             compression_ratio=segment.compression_ratio,
             no_speech_prob=segment.output.no_speech or 0.0,

@@ -13,16 +13,43 @@ from typing import NamedTuple
 
 from trioserve.contracts.media import TIMESTAMP_SECONDS, AudioProcessing
 
-__all__ = ["NO_SPEECH_MIN", "REST_SECONDS_MIN", "Segment", "Transcript", "WindowOutput", "srt", "vtt"]
+__all__ = [
+    "FALLBACK_TEMPERATURES",
+    "LANGUAGE_NAMES",
+    "NO_SPEECH_MIN",
+    "REST_SECONDS_MIN",
+    "Segment",
+    "Transcript",
+    "WindowOutput",
+    "srt",
+    "vtt",
+]
 
 # The thresholds are those of Whisper.
 NO_SPEECH_MIN = 0.6
 SURE_LOGPROB_MIN = -1.0  # A window whose mean log probability is higher has speech in any case.
 COMPRESSION_RATIO_MAX = 2.4  # A text that zlib compresses better repeats itself.
 TEMPERATURE_MAX = 0.5  # A text that was sampled at a higher temperature is no prompt for the next window.
+FALLBACK_TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 ADVANCE_SECONDS_MIN = 1.0  # Without this minimum, timestamps near 0 could give a recording thousands of windows.
 REST_SECONDS_MIN = 0.1  # A shorter rest of a recording has no word. The model would invent one.
+
+_LANGUAGES = """
+af:afrikaans am:amharic ar:arabic as:assamese az:azerbaijani ba:bashkir be:belarusian bg:bulgarian bn:bengali
+bo:tibetan br:breton bs:bosnian ca:catalan cs:czech cy:welsh da:danish de:german el:greek en:english es:spanish
+et:estonian eu:basque fa:persian fi:finnish fo:faroese fr:french gl:galician gu:gujarati ha:hausa haw:hawaiian
+he:hebrew hi:hindi hr:croatian ht:haitian_creole hu:hungarian hy:armenian id:indonesian is:icelandic it:italian
+ja:japanese jw:javanese ka:georgian kk:kazakh km:khmer kn:kannada ko:korean la:latin lb:luxembourgish ln:lingala
+lo:lao lt:lithuanian lv:latvian mg:malagasy mi:maori mk:macedonian ml:malayalam mn:mongolian mr:marathi ms:malay
+mt:maltese my:myanmar ne:nepali nl:dutch nn:nynorsk no:norwegian oc:occitan pa:punjabi pl:polish ps:pashto
+pt:portuguese ro:romanian ru:russian sa:sanskrit sd:sindhi si:sinhala sk:slovak sl:slovenian sn:shona so:somali
+sq:albanian sr:serbian su:sundanese sv:swedish sw:swahili ta:tamil te:telugu tg:tajik th:thai tk:turkmen
+tl:tagalog tr:turkish tt:tatar uk:ukrainian ur:urdu uz:uzbek vi:vietnamese yi:yiddish yo:yoruba yue:cantonese
+zh:chinese
+"""
+LANGUAGE_NAMES: dict[str, str] = dict(pair.replace("_", " ").split(":", 1) for pair in _LANGUAGES.split())
+"""Whisper's languages by their codes."""
 
 
 class WindowOutput(NamedTuple):
@@ -32,16 +59,23 @@ class WindowOutput(NamedTuple):
         token_ids: sampled tokens, with timestamps and the end token.
         logprob: mean log probability of a token.
         no_speech: probability that the window has no speech. None if it was not computed.
+        temperature: temperature with which the tokens were sampled.
     """
 
     token_ids: Sequence[int]
     logprob: float
     no_speech: float | None = None
+    temperature: float = 0.0
 
     @property
     def may_be_silence(self) -> bool:
         """True if the probability of no speech decides whether the window has text."""
         return self.logprob <= SURE_LOGPROB_MIN
+
+    @property
+    def is_silence(self) -> bool:
+        """True if the window has no text."""
+        return self.may_be_silence and self.no_speech is not None and self.no_speech > NO_SPEECH_MIN
 
 
 class Segment(NamedTuple):
@@ -77,7 +111,6 @@ class Transcript:
         seconds: length of the recording.
         task_ids: tokens after the start token: language and task. Empty for a model of English only.
         prompt_ids: text tokens that precede the transcript. The last ones are used.
-        temperature: temperature with which the windows are sampled.
         has_timestamps: True if the windows' output has timestamps. A recording that is longer than a window needs them.
 
     Attributes:
@@ -93,7 +126,6 @@ class Transcript:
         seconds: float,
         task_ids: Sequence[int] = (),
         prompt_ids: Sequence[int] = (),
-        temperature: float = 0.0,
         has_timestamps: bool = True,
     ) -> None:
         assert has_timestamps or seconds <= processing.window_seconds, "long recordings need timestamps"
@@ -102,7 +134,6 @@ class Transcript:
         self._seconds = seconds
         self._task_ids = tuple(task_ids)
         self._previous_ids = self._texts(prompt_ids)
-        self._temperature = temperature
         self._has_timestamps = has_timestamps
         self.position = 0.0
         self.segments: list[Segment] = []
@@ -128,6 +159,18 @@ class Transcript:
             *end,
         )
 
+    def is_doubtful(self, output: WindowOutput) -> bool:
+        """Return True if the window should be sampled again at a higher temperature: its text repeats itself or is
+        improbable.
+
+        Args:
+            output: output of the model for a window.
+        """
+        if output.is_silence:
+            return False
+        text = self._text_of(self._texts(output.token_ids))
+        return output.logprob < SURE_LOGPROB_MIN or compression_ratio(text) > COMPRESSION_RATIO_MAX
+
     def add_window(self, output: WindowOutput) -> list[Segment]:
         """Accept the output of the window at `position`, and advance to the next one.
 
@@ -139,7 +182,7 @@ class Transcript:
         """
         start = self.position
         rest = min(self._processing.window_seconds, self._seconds - start)
-        if output.may_be_silence and output.no_speech is not None and output.no_speech > NO_SPEECH_MIN:
+        if output.is_silence:
             self.position = start + rest
             return []
         pieces, advance = self._cut([one for one in output.token_ids if one != self._processing.end_id], rest)
@@ -151,7 +194,7 @@ class Transcript:
         self.segments += segments
         self.position = start + max(advance, min(ADVANCE_SECONDS_MIN, rest))
         text = "".join(segment.text for segment in segments)
-        if self._temperature > TEMPERATURE_MAX or compression_ratio(text) > COMPRESSION_RATIO_MAX:
+        if output.temperature > TEMPERATURE_MAX or compression_ratio(text) > COMPRESSION_RATIO_MAX:
             self._previous_ids = ()
         else:
             new_ids = [one for segment in segments for one in self._texts(segment.token_ids)]

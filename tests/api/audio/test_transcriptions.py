@@ -186,7 +186,7 @@ async def test_verbose_json_has_segments(api: Any) -> None:
         "text": "One. Two.",
         "usage": {"type": "duration", "seconds": 2.0},
         "task": "transcribe",
-        "language": "en",
+        "language": "english",
         "duration": 2.0,
     }
     assert [(one["id"], one["start"], one["end"], one["text"]) for one in segments] == [
@@ -221,6 +221,23 @@ async def test_long_recording_is_read_window_by_window(api: Any) -> None:
     ]
     first, second = (stream.prompt for stream in api.engine.streams)
     assert first.digest != second.digest  # type: ignore[union-attr]  # both are AudioPrompts
+
+
+async def test_text_that_repeats_itself_is_sampled_again_at_a_higher_temperature(api: Any) -> None:
+    windows = ((0.0, " la" * 60, 1.0), (0.0, " ho" * 60, 1.0), (0.0, " Fine words.", 1.0))
+    hearing = Hearing(api, Speech(*windows))
+    exchange = await hearing.ask(wav(2.0), language="en", response_format="verbose_json")
+    assert exchange.json()["text"] == "Fine words."
+    assert [one["temperature"] for one in exchange.json()["segments"]] == [0.4]
+    assert [one.sampling.temperature for one in api.engine.streams if one.sampling.speech] == [0.0, 0.2, 0.4]
+    assert sum(prompt == START[:1] for prompt in hearing.speech.prompts) == 1  # No speech is computed once.
+
+
+@pytest.mark.parametrize("fields", [{"temperature": "0.1"}, {"stream": "true"}])
+async def test_text_is_sampled_once_at_a_chosen_temperature_and_in_a_stream(api: Any, fields: dict[str, str]) -> None:
+    exchange = await Hearing(api, Speech((" la" * 60,))).ask(wav(2.0), language="en", **fields)
+    assert exchange.status == 200, exchange.data
+    assert len([one for one in api.engine.streams if one.sampling.speech]) == 1
 
 
 async def test_silent_window_has_no_text(api: Any) -> None:
@@ -390,7 +407,7 @@ async def test_openai_client_reads_every_format(api: Any) -> None:
         assert verbose.segments is not None
         times = [(one.start, one.end, one.text) for one in verbose.segments]
         assert times == [(0.0, 1.0, " One."), (1.0, 1.5, " Two.")]
-        assert (verbose.language, verbose.duration) == ("de", 2.0)
+        assert (verbose.language, verbose.duration) == ("german", 2.0)
         subtitles = await create(model="letters", file=file, response_format="srt")
         assert "00:00:01,000 --> 00:00:01,500" in subtitles
 
