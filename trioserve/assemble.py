@@ -28,7 +28,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.engine import Engine, ModelDescription
-from trioserve.engine.kv_events import EVENTS_MAX
+from trioserve.engine.kv_cache import EVENTS_MAX
 from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.model_description import PoolingModel
 from trioserve.engine.structured_output import MaskThread, show_masks

@@ -25,7 +25,7 @@ from trioserve.engine.between_steps import (
     ThreadedWeights,
     WrittenWeights,
 )
-from trioserve.engine.kv_limit import KvRelease
+from trioserve.engine.kv_cache import KvRelease
 from trioserve.engine.lifecycle.engine_loop import LaunchedSteps, StepRunner, ThreadedExecutor, WhenIdle
 from trioserve.engine.lifecycle.work import Guard
 from trioserve.engine.text_work import EngineParts

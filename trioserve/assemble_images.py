@@ -18,9 +18,9 @@ from trioserve.asyncio.engine import for_asyncio
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
-from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.iterative_core import IterativeCore
 from trioserve.core.settings import IterativeSettings
-from trioserve.engine.images.image_engine import ImageEngine, ImageParts
+from trioserve.engine.image_engine import ImageEngine, ImageParts
 from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
 from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics

@@ -10,7 +10,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.api.operations.kv_events import ALIVE_SECONDS
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.endpoint import BlocksStored, KvEvent, ResidencySnapshot
-from trioserve.engine import kv_events
+from trioserve.engine import kv_cache
 from trioserve.proxy.routed_body import block_names
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
@@ -112,7 +112,7 @@ async def test_only_the_admin_reads_kv_events_of_a_server_with_keys():
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.fake_engine(kv_events_max=10)
 async def test_reader_of_kv_events_that_leaves_frees_its_slot_for_another_reader(memory_server, http, monkeypatch):
-    monkeypatch.setattr(kv_events, "READERS_MAX", 1)
+    monkeypatch.setattr(kv_cache, "READERS_MAX", 1)
     for _ in range(3):
         async with memory_server.client(http=http).ask(PATH) as response:
             assert await response.head() == 200

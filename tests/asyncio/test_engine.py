@@ -33,8 +33,8 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine as TrioEngine
-from trioserve.engine.images.image_engine import ImageEngine as TrioImageEngine
-from trioserve.engine.images.image_engine import ImageStream as TrioImageStream
+from trioserve.engine.image_engine import ImageEngine as TrioImageEngine
+from trioserve.engine.image_engine import ImageStream as TrioImageStream
 from trioserve.engine.request_stream import PoolingStream as TrioPoolingStream
 from trioserve.engine.request_stream import RequestStream as TrioStream
 from trioserve.testing.fake_engine import InjectedFault, open_fake_engine

@@ -6,9 +6,9 @@ import pytest
 
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import Loaded
+from trioserve.contracts.page import PrefetchResult
 from trioserve.contracts.request import EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.stats import PrefetchResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.settings import CoreSettings

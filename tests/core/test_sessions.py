@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.page import EvictionClass
 from trioserve.contracts.request import RETENTION_IDLE_SECONDS_MAX, RETENTION_WEIGHT_MAX, EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.stats import EvictionClass
 from trioserve.contracts.step import StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.prefix_cache import PrefixChain

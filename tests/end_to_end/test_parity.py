@@ -15,7 +15,7 @@ import trio
 
 from trioserve import SamplingParams, open_engine
 from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.stats import EngineStats
+from trioserve.contracts.page import EngineStats
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.testing.invariants import check_idle
 

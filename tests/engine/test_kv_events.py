@@ -13,8 +13,8 @@ from trioserve.contracts.errors import EngineFault, Overloaded
 from trioserve.contracts.ids import HASH_SCHEME
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache, PrefixChain
-from trioserve.engine import kv_events
-from trioserve.engine.kv_events import KvEvents, KvReader
+from trioserve.engine import kv_cache
+from trioserve.engine.kv_cache import KvEvents, KvReader
 from trioserve.testing.fake_engine import open_fake_engine
 
 BLOCK_SIZE = 2
@@ -116,7 +116,7 @@ def test_subscriber_gets_a_snapshot_and_then_each_change_in_order():
 )
 def test_slow_subscriber_knows_the_resident_blocks_after_catching_up(moves, events_max, hashes_max):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_events, "EVENT_HASHES_MAX", hashes_max)
+        patch.setattr(kv_cache, "EVENT_HASHES_MAX", hashes_max)
         cache = Cache(block_count=5, events_max=events_max)
         with cache.events.reading() as slow, cache.events.reading() as quick:
             slow_one, quick_one = Follower(slow), Follower(quick)
@@ -151,7 +151,7 @@ def test_each_engine_has_its_own_epoch():
 
 
 def test_number_of_subscribers_of_kv_events_is_limited(monkeypatch):
-    monkeypatch.setattr(kv_events, "READERS_MAX", 1)
+    monkeypatch.setattr(kv_cache, "READERS_MAX", 1)
     cache = Cache()
     with cache.events.reading(), pytest.raises(Overloaded, match="1 clients read"), cache.events.reading():
         pass

@@ -23,10 +23,10 @@ from trioserve.contracts.errors import (
     UnknownModel,
 )
 from trioserve.contracts.events import FinishReason
+from trioserve.contracts.page import PrefetchResult
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.request import EngineRequest, Retention
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.stats import PrefetchResult
 from trioserve.engine.session import Session, common_count
 from trioserve.engine.sessions import LiveSession, SessionEnd, SessionName, ToolTimes
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN, END_TOKEN_ID, byte_backend, byte_tokenizer

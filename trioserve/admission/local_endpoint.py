@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from trioserve.admission.dispatch import Dispatch
-from trioserve.admission.settings import AdmissionSettings
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.media import AudioPrompt
 from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
@@ -33,7 +32,14 @@ AUDIO_TOKENS = 1500  # Positions that half a minute of sound takes in Whisper.
 IMAGE_CHARACTERS = 4000
 
 
-def local_dispatch(max_num_seqs: int, settings: AdmissionSettings, *, lent_max: int = 0) -> Dispatch:
+def local_dispatch(
+    max_num_seqs: int,
+    *,
+    waiting_requests_max: int,
+    waiting_prompt_tokens_max: int,
+    waiting_seconds_max: float,
+    lent_max: int = 0,
+) -> Dispatch:
     """Create a router whose only endpoint is the local engine.
 
     The router accepts max_num_seqs + waiting_requests_max requests with one sequence each. This counts requests in the
@@ -41,17 +47,19 @@ def local_dispatch(max_num_seqs: int, settings: AdmissionSettings, *, lent_max: 
 
     Args:
         max_num_seqs: Highest number of sequences that run at the same time.
-        settings: Limits of the queue.
+        waiting_requests_max: Highest number of requests that wait, in addition to the running requests.
+        waiting_prompt_tokens_max: Highest number of prompt tokens of all waiting requests together.
+        waiting_seconds_max: Longest wait of a request in the queue, in seconds.
         lent_max: Number of additional leases that may be lent (Dispatch.lend).
     """
-    waiting_depth = min(WAITING_DEPTH_MAX, settings.waiting_requests_max // 2)
+    waiting_depth = min(WAITING_DEPTH_MAX, waiting_requests_max // 2)
     dispatch = Dispatch(
         RouterSettings(
-            queue_requests_max=settings.waiting_requests_max - waiting_depth,
-            queue_prompt_tokens_max=settings.waiting_prompt_tokens_max,
-            queue_seconds_max=settings.waiting_seconds_max,
+            queue_requests_max=waiting_requests_max - waiting_depth,
+            queue_prompt_tokens_max=waiting_prompt_tokens_max,
+            queue_seconds_max=waiting_seconds_max,
             leases_max=max_num_seqs + waiting_depth + lent_max,
-            sequences_max=max_num_seqs + settings.waiting_requests_max,
+            sequences_max=max_num_seqs + waiting_requests_max,
         ),
         RoundRobin,
     )

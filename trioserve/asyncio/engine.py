@@ -24,7 +24,7 @@ from trioserve.contracts.errors import EngineFault
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine as TrioEngine
-from trioserve.engine.images.image_engine import ImageEngine as TrioImageEngine
+from trioserve.engine.image_engine import ImageEngine as TrioImageEngine
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.request_stream import PartStream

@@ -18,11 +18,11 @@ from trioserve.contracts.output import AnyDelta, Delta, hold_unread, take_unread
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
-from trioserve.engine.images.image_engine import ImageStream as TrioImageStream
-from trioserve.engine.images.image_engine import images_of
-from trioserve.engine.images.open_image import merge as merge_images
+from trioserve.engine.image_engine import ImageStream as TrioImageStream
+from trioserve.engine.image_engine import images_of
 from trioserve.engine.lifecycle.request_scope import ScopeStream as TrioScopeStream
 from trioserve.engine.lifecycle.request_scope import error_of
+from trioserve.engine.open_image import merge as merge_images
 from trioserve.engine.request_stream import PoolingStream as TrioPoolingStream
 from trioserve.engine.request_stream import RequestStream as TrioStream
 from trioserve.text.output import merge

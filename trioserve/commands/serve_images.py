@@ -31,7 +31,7 @@ from trioserve.commands.terminal import LoadingBar
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.media import ImageLimits
-from trioserve.engine.images.image_engine import ImageEngine
+from trioserve.engine.image_engine import ImageEngine
 from trioserve.options.option import options_of
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service

@@ -32,8 +32,8 @@ from trioserve.contracts.events import (
 from trioserve.contracts.guide import MaskMaker
 from trioserve.contracts.ids import BlockIndex, RequestId, hash_block
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
+from trioserve.contracts.page import EngineStats
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest, KVTransferParams, Retention
-from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
 from trioserve.contracts.weights import kept_salt
 from trioserve.core.block_holds import Hold

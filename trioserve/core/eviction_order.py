@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from trioserve.contracts.ids import BlockIndex
-from trioserve.contracts.stats import EvictionClass
+from trioserve.contracts.page import EvictionClass
 
 __all__ = ["BONUS_SECONDS", "STALE_MAX", "Chain", "ChainRanking", "EvictionOrder", "TenantShare"]
 

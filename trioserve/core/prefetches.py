@@ -26,9 +26,9 @@ import msgspec
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.page import PrefetchResult
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.stats import PrefetchResult
 from trioserve.core.eviction_order import STALE_MAX
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache

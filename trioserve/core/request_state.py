@@ -7,7 +7,7 @@
     REMOTE_KV ──────────►  (from every state, once)
 
 A request owns blocks, or a slot, while it is RUNNING. No transition leaves FINISHED, so
-blocks and slots are released exactly once. iterative/engine.py describes the slots of iterative requests.
+blocks and slots are released exactly once. iterative_core.py describes the slots of iterative requests.
 
 LiveRequest is one sequence in the core: its tokens, how many of them are computed, and the blocks that contain their
 KV. It owns blocks in these states only:

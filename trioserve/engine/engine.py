@@ -29,21 +29,19 @@ from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.events import FinishReason, HandOverOutcome
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.media import ImageEncoder
-from trioserve.contracts.page import LiveRequestView
+from trioserve.contracts.page import EngineStats, LiveRequestView
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import Cut, InputEncoder, Prompt
 from trioserve.contracts.request import KVTransferParams, Retention
 from trioserve.contracts.resume import AbortResult, Resume
 from trioserve.contracts.sampling import ReasoningOutcome, SamplingParams
-from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.contracts.weights import WEIGHT_GROUP, AdapterId, WeightGroup
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
 from trioserve.engine.adapters import Adapters, show_adapters
 from trioserve.engine.delivery import Delivery
-from trioserve.engine.kv_events import KvEvents
-from trioserve.engine.kv_limit import KvRelease
+from trioserve.engine.kv_cache import KvEvents, KvRelease
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.lifecycle.request_admission import new_request_id

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.admission.settings import AdmissionSettings
-from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.deadlines import Deadlines, StoppingSettings
 from trioserve.contracts.errors import InvalidRequest, StartupError
 
 __all__ = ["RESTARTS_MAX", "EngineSettings", "deadlines_of"]
@@ -11,10 +10,16 @@ __all__ = ["RESTARTS_MAX", "EngineSettings", "deadlines_of"]
 RESTARTS_MAX = 100  # Limit within ten minutes. An engine that breaks more often is useless.
 
 
-class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
+class EngineSettings(StoppingSettings, frozen=True, kw_only=True):
     """Settings of the server code around an engine's core.
 
     Attributes:
+        waiting_requests_max: highest number of requests that wait, in addition to the running requests. More requests
+            are refused.
+        waiting_prompt_tokens_max: highest number of prompt tokens of all waiting requests together.
+        waiting_seconds_max: longest wait of a request in the queue, in seconds.
+        deadlines: deadlines of requests that have no deadlines of their own.
+        deadlines_max: highest deadlines that a request may have.
         step_seconds_max: highest age of the step in flight, in seconds. If a step is older, the engine refuses new
             requests and is not ready. None: 60 s or ten times the longest step so far, whichever is larger. 0: no
             limit.
@@ -26,6 +31,11 @@ class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
             early loses its place in the cache, so the default is twice the idle time of `Retention`.
     """
 
+    waiting_requests_max: int = 256
+    waiting_prompt_tokens_max: int = 1_000_000
+    waiting_seconds_max: float = 300.0
+    deadlines: Deadlines = Deadlines()
+    deadlines_max: Deadlines = Deadlines()
     step_seconds_max: float | None = None
     kv_events_max: int = 0
     restarts_max: int = 0
@@ -34,6 +44,8 @@ class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.waiting_requests_max < 0:
+            raise StartupError(f"waiting_requests_max is {self.waiting_requests_max}, it must be 0 or more")
         if self.kv_events_max < 0:
             raise StartupError(f"kv_events_max is {self.kv_events_max}, it must be 0 or more")
         if not 0 <= self.restarts_max <= RESTARTS_MAX:

@@ -17,10 +17,10 @@ from trioserve.admission.text_threads import TextRunner, TextThreads
 from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.media import ImageEncoder
+from trioserve.contracts.page import EngineStats
 from trioserve.contracts.prompt import ChatPrompt, InputEncoder
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume
-from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.tracing import NO_TRACER
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
@@ -28,8 +28,7 @@ from trioserve.engine.adapters import Adapters
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_metrics import show_connector
 from trioserve.engine.image_encoding import ImageEncoding, InputEncoding, RowEncoding
-from trioserve.engine.kv_events import KvEvents
-from trioserve.engine.kv_limit import KvLimit, KvRelease
+from trioserve.engine.kv_cache import KvEvents, KvLimit, KvRelease
 from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.lifecycle.request_trace import (
     NO_TRACE,

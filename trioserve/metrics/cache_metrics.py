@@ -7,7 +7,7 @@ from typing import Annotated
 from prometheus_client import Counter, Gauge
 
 from trioserve.contracts.kv_transfer import TransferFault
-from trioserve.contracts.stats import EvictionClass, PrefetchResult
+from trioserve.contracts.page import EvictionClass, PrefetchResult
 from trioserve.metrics.metric import Label, Metric, Question
 
 __all__ = ["CacheMetrics"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trioserve.contracts.image_generation import IterativeStats
-from trioserve.contracts.stats import EngineStats
+from trioserve.contracts.page import EngineStats
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["EngineGauges", "ImageGauges", "ShellGauges"]

@@ -9,7 +9,7 @@ import trio
 
 from trioserve.core.request_state import RequestStatus
 from trioserve.engine.engine import Engine
-from trioserve.engine.images.image_engine import ImageEngine
+from trioserve.engine.image_engine import ImageEngine
 
 __all__ = ["EngineWatch", "WATCH", "assert_all_free", "waits_of"]
 

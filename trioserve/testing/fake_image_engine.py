@@ -29,11 +29,11 @@ from trioserve.contracts.image_generation import (
     RGBImage,
 )
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.iterative_core import IterativeCore
 from trioserve.core.settings import IterativeSettings
-from trioserve.engine.images.image_engine import ImageEngine, ImageParts, ImageStream
-from trioserve.engine.images.open_image import OpenImage
+from trioserve.engine.image_engine import ImageEngine, ImageParts, ImageStream
 from trioserve.engine.lifecycle.supervisor import supervise
+from trioserve.engine.open_image import OpenImage
 from trioserve.engine.settings import EngineSettings, deadlines_of
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.accounting import WATCH, assert_all_free

@@ -10,7 +10,7 @@ from trioserve.contracts.kv_transfer import HoldKind
 from trioserve.contracts.media import rows_material
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
-from trioserve.core.iterative.engine import IterativeCore, LiveIteration
+from trioserve.core.iterative_core import IterativeCore, LiveIteration
 from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.waiting_queue import WaitingQueue
 

@@ -19,7 +19,7 @@ from trioserve.contracts.image_generation import IterativePlan
 from trioserve.contracts.kv_transfer import KVConnector
 from trioserve.contracts.step import IsAbandoned, StepPlan, never_abandoned
 from trioserve.core.engine import EngineCore
-from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.iterative_core import IterativeCore
 from trioserve.core.settings import CoreSettings, IterativeSettings
 from trioserve.engine.lifecycle.engine_loop import AnyPlan, ComputesPlans
 from trioserve.engine.lifecycle.request_scope import RequestsById

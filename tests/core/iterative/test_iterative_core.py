@@ -8,7 +8,7 @@ from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.events import AbortOutcome, FinishReason, IterativePhase, RequestFinished
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import IterativeEvent, IterativePlan, IterativeRequest, OutputReady, StepDone
-from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.iterative_core import IterativeCore
 from trioserve.core.settings import IterativeSettings
 from trioserve.testing.fake_image_engine import FakeIterativeExecutor, latent_after
 from trioserve.testing.invariants import check_iterative_core, check_iterative_idle

@@ -9,7 +9,7 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.image_generation import ImageParams, ImageRequestLimits, RGBImage
-from trioserve.engine.images.image_preparation import ImagePreparation
+from trioserve.engine.open_image import ImagePreparation
 from trioserve.testing.fake_image_engine import FAKE_CLASSES, FAKE_IMAGE_MODEL, open_fake_image_engine
 
 IMAGE = RGBImage(20, 12, bytes(3 * 20 * 12))

@@ -25,7 +25,7 @@ from trioserve.contracts.image_generation import PROMPT_CHARACTERS_MAX, ImageDel
 from trioserve.contracts.output import Delta
 
 if TYPE_CHECKING:
-    from trioserve.engine.images.image_engine import ImageStream
+    from trioserve.engine.image_engine import ImageStream
 
 __all__ = ["EDITS_PATH", "GENERATIONS_PATH", "create_images", "edit_images", "parsed_edit"]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trioserve.admission.file_decoders import ImageDecoder
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.image_generation import ImageParams
-    from trioserve.engine.images.image_engine import ImageEngine, ImageStream
+    from trioserve.engine.image_engine import ImageEngine, ImageStream
     from trioserve.http.exchange import Exchange
 
 __all__ = ["EditSlots", "EncodingThreads", "ImageContext", "UnsentImages", "UnsentShare"]

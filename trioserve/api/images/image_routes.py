@@ -34,7 +34,7 @@ from trioserve.vision.image_file import IMAGE_FORMATS
 
 if TYPE_CHECKING:
     from trioserve.admission.file_decoders import ImageDecoder
-    from trioserve.engine.images.image_engine import ImageEngine
+    from trioserve.engine.image_engine import ImageEngine
     from trioserve.http.exchange import Exchange
 
 __all__ = ["OPERATIONS", "ImageApp"]

@@ -37,10 +37,10 @@ from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.image_generation import ImageParams, IterativePlan, IterativeResult, RGBImage
 from trioserve.contracts.media import ImageLimits
 from trioserve.contracts.step import IsAbandoned
-from trioserve.engine.images.image_engine import ImageEngine
-from trioserve.engine.images.open_image import OpenImage
+from trioserve.engine.image_engine import ImageEngine
 from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
 from trioserve.engine.lifecycle.request_admission import RequestAdmission
+from trioserve.engine.open_image import OpenImage
 from trioserve.http.server import FrontendServer
 from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 from trioserve.trio_tools.tcp_stream import connect_tcp

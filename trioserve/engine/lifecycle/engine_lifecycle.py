@@ -117,7 +117,13 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self.preparing_count = 0
         self._leased_count = 0  # Sequences among `preparing_count` whose request has a lease.
         self._deadline_keeper = DeadlineKeeper()
-        self.dispatch = local_dispatch(sequences_max, settings, lent_max=lent_max)
+        self.dispatch = local_dispatch(
+            sequences_max,
+            waiting_requests_max=settings.waiting_requests_max,
+            waiting_prompt_tokens_max=settings.waiting_prompt_tokens_max,
+            waiting_seconds_max=settings.waiting_seconds_max,
+            lent_max=lent_max,
+        )
         self._admission = RequestAdmission(self.dispatch, metrics, settings, new_request_id)
         self._is_running = False
         self._idle = trio.Event()

@@ -48,7 +48,7 @@ from trioserve.contracts.image_generation import (
     StepDone,
 )
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
-from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.iterative_core import IterativeCore
 from trioserve.core.settings import IterativeSettings
 from trioserve.simulation.runs import EventSimulation, Trace
 from trioserve.testing.fake_image_engine import FakeIterativeExecutor, latent_after

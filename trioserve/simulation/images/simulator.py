@@ -30,7 +30,7 @@ from trioserve.contracts.image_generation import (
 )
 from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.engine.images.image_engine import ImageStream
+from trioserve.engine.image_engine import ImageStream
 from trioserve.engine.lifecycle.request_scope import AnyScope
 from trioserve.engine.lifecycle.restarts import LONE_FAULTS_MAX
 from trioserve.simulation.images.plan import Client, Fail, ImagesPlan

@@ -41,17 +41,8 @@ from trioserve.contracts.image_generation import (
 )
 from trioserve.contracts.page import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
-from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.iterative_core import IterativeCore
 from trioserve.core.settings import IterativeSettings
-from trioserve.engine.images.image_preparation import ImagePreparation
-from trioserve.engine.images.open_image import (
-    OPERATION,
-    ImageChoice,
-    OpenImage,
-    SpannedImage,
-    image_attributes,
-    view_of,
-)
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery, StepTimings
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.engine.lifecycle.engine_loop import StepRunnerOf
@@ -60,6 +51,15 @@ from trioserve.engine.lifecycle.request_scope import ScopeStream, error_of
 from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace, request_span
 from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts, StepWatch
 from trioserve.engine.lifecycle.work import CacheRelease, Guard, Host, NoSteps
+from trioserve.engine.open_image import (
+    OPERATION,
+    ImageChoice,
+    ImagePreparation,
+    OpenImage,
+    SpannedImage,
+    image_attributes,
+    view_of,
+)
 from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.engine_gauges import ImageGauges
