@@ -132,15 +132,15 @@ class RequestPreparation:
         sampling = request.sampling
         tokens_max = self._tokens_max(request)
         stop_token_ids = self._stop_token_ids(sampling)
-        choices = [choice for choice in request.choices if not choice.is_ended]
-        if request.guides is not None:
-            for choice in choices:
+        sequences: list[tuple[Choice, EngineRequest]] = []
+        for choice in request.choices:
+            if choice.is_ended:
+                continue
+            if request.guides is not None:
                 if choice.guide is None:
                     choice.guide = request.guides.new_guide(stop_token_ids, request.prompt_token_ids)
                 if request.is_reasoning_ended_early:
                     choice.guide.end_reasoning()
-        sequences = []
-        for choice in choices:
             sequence = EngineRequest(
                 id=choice.sequence_id,
                 prompt_token_ids=request.prompt_token_ids,
@@ -152,7 +152,7 @@ class RequestPreparation:
                 cache_salt=request.block_salt,
                 adapter=request.adapter_ref,
                 # Only the first choice loads KV. The other choices can find this KV in the prefix cache.
-                kv_transfer=request.kv_transfer if choice is choices[0] and not request.given else None,
+                kv_transfer=None if sequences or request.given else request.kv_transfer,
                 guide=choice.guide,
                 resumed_output=() if request.resume is None else request.resume.token_ids[choice.index],
                 given=request.given,

@@ -55,9 +55,9 @@ def prepared_messages(
     """
     if not prompt.messages:
         raise InvalidRequest("messages is empty, at least one message is needed", param="messages")
-    messages = [
-        _message(message, f"messages[{index}]", content_format) for index, message in enumerate(prompt.messages)
-    ]
+    messages = []
+    for index, message in enumerate(prompt.messages):
+        messages.append(_message(message, f"messages[{index}]", content_format))
     _parse_arguments(messages, are_text=arguments_are_text)
     if prompt.continue_final_message:
         _append_to_content(messages[-1], final_end)

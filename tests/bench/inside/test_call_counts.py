@@ -19,8 +19,8 @@ def test_flow_has_equal_call_counts_in_every_run(flow):
 
 
 CEILINGS = {
-    "prompt in": (243, 230, 75),
-    "token out": (75, 82, 35),
+    "prompt in": (240, 227, 75),
+    "token out": (72, 79, 35),
     "disconnect": (36, 33, 16),
     "relayed event": (22, 17, 12),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,7 @@ class ChatTemplate:
                 )
         try:
             program = self._program(source)
-            has_system = _check_roles(prompt, program.roles)
-            has_tools = _has_tools(prompt)
+            has_system, has_tools = _check_roles(prompt, program.roles)
             if texts is not None:
                 are_text = has_tools and program.support.arguments_are_text
                 if are_text and tool_family is not None:
@@ -206,31 +205,27 @@ def template_flaw(source: str) -> str | None:
     return None
 
 
-def _has_tools(prompt: ChatPrompt) -> bool:
-    """Return True if a chat offers tools, calls them, or has their results."""
-    for message in prompt.messages:
-        if isinstance(message, dict) and ("tool_calls" in message or message.get("role") == "tool"):
-            return True
-    return bool(prompt.tools)
-
-
-def _check_roles(prompt: ChatPrompt, roles: frozenset[str]) -> bool:
+def _check_roles(prompt: ChatPrompt, roles: frozenset[str]) -> tuple[bool, bool]:
     """Refuse a message with a role that the template does not know. Most templates would drop the message silently.
 
     Returns:
-        True if a message has instructions for the model, in the role system or developer.
+        True if a message has instructions for the model, in the role system or developer. And True if the chat offers
+        tools, calls them, or has their results.
     """
-    has_system = False
-    for index, message in enumerate(prompt.messages):
-        # The messages are not checked yet, so they may have any shape.
-        role = message.get("role") if isinstance(message, dict) else None
+    has_system, has_tools = False, bool(prompt.tools)
+    messages: Sequence[object] = prompt.messages  # They are not checked yet, so they may have any shape.
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        role = message.get("role")
+        has_tools = has_tools or "tool_calls" in message or role == "tool"
         if not isinstance(role, str):
             continue
         if role not in roles:
             place = f"messages[{index}].role"
             raise InvalidRequest(f"{place} is {shown(role)}, allowed are {', '.join(sorted(roles))}", param=place)
         has_system = has_system or role in ("system", "developer")
-    return has_system
+    return has_system, has_tools
 
 
 def _named_roles(tree: nodes.Template) -> frozenset[str]:
