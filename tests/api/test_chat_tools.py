@@ -11,6 +11,7 @@ import pytest
 import trio
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from trioserve.engine.request_stream import RequestStream
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 CHAT = "/v1/chat/completions"
@@ -99,6 +100,15 @@ async def test_streamed_tool_call_sends_its_name_and_then_its_arguments(make_api
         message = joined(exchange)
         assert message["finish_reason"] == "tool_calls"
         assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Oslo"}
+
+
+async def test_the_stream_learns_the_names_of_the_called_tools(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited: list[list[str]] = []
+    monkeypatch.setattr(RequestStream, "await_tools", lambda _, tools: awaited.append(list(tools)))
+    async with opened(make_api, f"{CALL}\n{SECOND}") as (api, _):
+        await ask(api)
+        await ask(api, stream=True)
+    assert awaited == [["weather", "clock"]] * 2
 
 
 async def test_text_before_calls_is_content_and_each_call_has_an_id(make_api: Any) -> None:

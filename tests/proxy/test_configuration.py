@@ -83,6 +83,17 @@ async def test_flags_set_the_roles_of_endpoints():
     assert roles == {"w": None, "p": "prefill", "http://127.0.0.1:3": "prefill", "d": "decode"}
 
 
+async def test_router_watches_its_endpoints_file(tmp_path):
+    file = tmp_path / "endpoints.toml"
+    file.write_text('[[endpoints]]\nid = "a"\nurl = "http://127.0.0.1:1"\n')
+    routing = route.Routing(configured("--endpoints-file", str(file)))
+    with trio.fail_after(60):
+        async with routing.running():
+            while not list(routing.dispatch.core.endpoints):
+                await trio.lowlevel.checkpoint()
+            assert [id for id, _ in routing.dispatch.core.endpoints.items()] == ["a"]
+
+
 async def test_flag_sets_the_prompt_length_from_which_requests_are_disaggregated():
     routing = route.Routing(configured(*ENDPOINT, "--split-min-tokens", "500"))
     assert routing.app()._services.rules.disaggregated_prompt_tokens_min == 500
