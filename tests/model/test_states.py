@@ -332,7 +332,9 @@ def test_native_kernels_name_unsupported_sizes_of_selective_scans() -> None:
 
 @pytest.mark.parametrize("count", (1, 63, 64, 65, 200))
 def test_pieces_of_a_span_give_the_outputs_and_the_state_of_single_tokens(count: int) -> None:
-    """In float64, for a state space and for the delta rule, with a last piece that is not full."""
+    """In float64, for a state space and for the delta rule with one decay, or with a decay for each row of the state.
+    The last piece is not full.
+    """
     draw = torch.Generator().manual_seed(count)
 
     def numbers(*shape: int) -> Tensor:
@@ -340,13 +342,13 @@ def test_pieces_of_a_span_give_the_outputs_and_the_state_of_single_tokens(count:
 
     heads, vector, width = 2, 5, 3
     keys, queries = (torch.nn.functional.normalize(numbers(count, heads, vector), dim=-1) for _ in range(2))
-    values, exponents, shares = numbers(count, heads, width), -numbers(count, heads).abs(), numbers(count, heads)
-    shares = shares.sigmoid()
-    for rule in ("state space", "delta"):
+    values, shares = numbers(count, heads, width), numbers(count, heads).sigmoid()
+    for rule, decay_count in (("state space", 1), ("delta", 1), ("delta", vector)):
+        exponents = -numbers(count, heads, decay_count).abs()
         state = numbers(heads, vector, width)
         expected, wanted = state.clone(), []
         for token in range(count):
-            expected = expected * exponents[token].exp()[:, None, None]
+            expected = expected * exponents[token].exp()[:, :, None]
             added = values[token]
             if rule == "delta":
                 added = (added - (expected * keys[token][..., None]).sum(-2)) * shares[token][:, None]
@@ -355,6 +357,6 @@ def test_pieces_of_a_span_give_the_outputs_and_the_state_of_single_tokens(count:
         if rule == "delta":
             found = recurrent_layers._scanned_deltas(queries, keys, values, exponents, shares, state)
         else:
-            found = recurrent_layers._scanned_states(values, keys, queries, exponents, state)
+            found = recurrent_layers._scanned_states(values, keys, queries, exponents[..., 0], state)
         torch.testing.assert_close(found, torch.stack(wanted))
         torch.testing.assert_close(state, expected)
