@@ -108,7 +108,7 @@ class FakeRunner(FakeExecutor):
 
 class Checkpoint:
     continues_texts = True
-    gguf_metadata = audio = None
+    gguf_metadata = audio = encoder = None
     tokenizer_directory = Path("nowhere")
     sampling_defaults: ClassVar[dict[str, float]] = {"temperature": 0.5}
     weight_bytes = 1
@@ -402,8 +402,7 @@ def test_graphs_are_prepared_for_draft_tokens_and_adapters_of_the_model_and_not_
     options = EngineOptions(model="m", speculative_model="d", speculative_tokens=3, enable_lora=True)
     settings = options.model_settings()
     assert (settings.draft_tokens, settings.max_lora_graph_rank) == (3, 256)
-    files = ModelFiles(options, None, None)
-    of_draft = files.draft_settings(files.drafts)
+    of_draft = ModelFiles(options, None, None).drafts.settings_of_draft(settings)
     assert (of_draft.draft_tokens, of_draft.max_lora_graph_rank) == (0, 0)
     plain = EngineOptions(model="m").model_settings()
     assert (plain.draft_tokens, plain.max_lora_graph_rank) == (0, 0)
