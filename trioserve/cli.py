@@ -30,8 +30,7 @@ from trioserve.commands.program_end import (
 )
 from trioserve.config import Config, add_arguments, config_from
 from trioserve.contracts.errors import StartupError, TrioserveError
-from trioserve.model.loading.default_model import DOWNLOAD_THREAD
-from trioserve.model.loading.read_ahead import start_reading_ahead
+from trioserve.model.loading.default_model import DOWNLOAD_THREAD, start_reading_ahead
 from trioserve.options.router import RouterOptions
 
 __all__ = ["main", "run_program"]

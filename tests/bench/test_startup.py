@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trioserve.bench.report import Machine
-from trioserve.bench.server_process import memory_bytes
+from trioserve.bench.runner import memory_bytes
 from trioserve.bench.server_settings import StartupSettings
 from trioserve.bench.startup import Start, StartupReport, main, startup_text
 from trioserve.contracts.errors import StartupError

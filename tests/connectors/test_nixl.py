@@ -18,8 +18,8 @@ from trioserve.connectors import nixl
 from trioserve.connectors import nixl as nixl_connector
 from trioserve.connectors.nixl import NixlConnector, NixlOptions, Places, make_connector
 from trioserve.connectors.nixl_agent import AgentError, Region, regions_of
+from trioserve.connectors.settings import read_options
 from trioserve.connectors.stream import policy
-from trioserve.connectors.stream.options import read_options
 from trioserve.connectors.stream.reader import BROKE_OFF
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason

@@ -7,8 +7,8 @@ import inspect
 import msgspec
 import pytest
 
+from trioserve.connectors.settings import StreamOptions
 from trioserve.connectors.stream.frames import Tell
-from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import RETRIES_MAX, Load, StreamPolicy, proof_of
 from trioserve.connectors.stream.signature import Source, origin_of, signed
 from trioserve.contracts.events import FinishReason

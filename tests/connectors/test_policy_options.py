@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.connectors.stream.options import StreamOptions, is_loopback, read_options
+from trioserve.connectors.settings import StreamOptions, is_loopback, read_options
 from trioserve.connectors.stream.transport import make_connector
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup

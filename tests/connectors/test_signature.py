@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.settings import StreamOptions
 from trioserve.connectors.stream.signature import is_signed, machine_key, signed, signing_key
 from trioserve.contracts.request import KVTransferParams
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock, memory_stream_pair
 
+from trioserve.connectors.settings import StreamOptions
 from trioserve.connectors.stream import frames
 from trioserve.connectors.stream.frames import (
     Abort,
@@ -29,7 +30,6 @@ from trioserve.connectors.stream.frames import (
     head_of,
 )
 from trioserve.connectors.stream.holder import GREETINGS_MAX, GREETINGS_OF_ADDRESS_MAX, Holder
-from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,
     Identity,

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import trio
 
-from trioserve.testing.memory_websocket import MemoryWebSocket
+from trioserve.testing.memory_server import MemoryWebSocket
 
 from .test_router import WAIT_SECONDS_MAX, Asker, wait_until
 

@@ -13,7 +13,7 @@ from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
 from trioserve.http.counters import ConnectionRefusal
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import open_listeners
-from trioserve.testing.memory_websocket import MemoryWebSocket
+from trioserve.testing.memory_server import MemoryWebSocket
 
 
 class Host:

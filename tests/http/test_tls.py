@@ -15,7 +15,7 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from trioserve.contracts.errors import StartupError
 from trioserve.http.listener import tls_context
 from trioserve.http.server import FrontendServer
-from trioserve.testing.memory_websocket import MemoryWebSocket
+from trioserve.testing.memory_server import MemoryWebSocket
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n"
 

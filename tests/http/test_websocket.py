@@ -16,7 +16,7 @@ from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.memory_client import memory_connection
-from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed, WebSocketRefused
+from trioserve.testing.memory_server import MemoryWebSocket, WebSocketClosed, WebSocketRefused
 
 PASSES_MAX = 6
 

@@ -14,7 +14,7 @@ import trio
 
 from trioserve.http.counters import ConnectionRefusal
 from trioserve.testing.memory_client import memory_connection
-from trioserve.testing.memory_websocket import MemoryWebSocket
+from trioserve.testing.memory_server import MemoryWebSocket
 
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 KEY = b"\x12\x34\x56\x78"

@@ -11,7 +11,7 @@ import wsproto.utilities
 
 from trioserve.contracts.errors import TrioserveError
 from trioserve.testing.memory_client import memory_connection
-from trioserve.testing.memory_websocket import Http2Tunnel, MemoryWebSocket
+from trioserve.testing.memory_server import Http2Tunnel, MemoryWebSocket
 
 CLIENT_ERRORS = (
     trio.BrokenResourceError,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.model.loading import read_ahead
-from trioserve.model.loading.read_ahead import start_reading_ahead, weight_files
+from trioserve.model.loading import default_model
+from trioserve.model.loading.default_model import start_reading_ahead, weight_files
 
 
 def check(directory: Path, files: tuple[str, ...], expected: tuple[str, ...]) -> None:
@@ -61,7 +61,7 @@ def test_files_above_half_of_the_memory_are_not_read_ahead(tmp_path: Path, monke
 
 def test_missing_file_to_read_ahead_is_ignored_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.safetensors").write_bytes(bytes(10))
-    monkeypatch.setattr(read_ahead, "weight_files", lambda path: [tmp_path / "a.safetensors", tmp_path])
+    monkeypatch.setattr(default_model, "weight_files", lambda path: [tmp_path / "a.safetensors", tmp_path])
     thread = start_reading_ahead(str(tmp_path))
     assert thread is not None
     thread.join()

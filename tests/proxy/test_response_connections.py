@@ -16,7 +16,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.limits import ConnectionSettings
 from trioserve.proxy import response_turn
-from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed
+from trioserve.testing.memory_server import MemoryWebSocket, WebSocketClosed
 
 PATH = "/v1/responses"
 ENGINE = {"response": "Hello!", "max_model_len": 2048, "block_count": 1024}

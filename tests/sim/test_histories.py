@@ -49,8 +49,8 @@ from trioserve.simulation.router.history import Fail as FailAtEndpoint
 from trioserve.simulation.router.history import Wait as WaitAtRouter
 from trioserve.simulation.router.routers_books import Back, Come, Die, Meet, Part, RoutersHistory, RoutersWorld
 from trioserve.simulation.runs import case_of, runs_of, script_of
-from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
-from trioserve.simulation.stack.http_plan import Connection, Delete, Front
+from trioserve.simulation.stack.http_connection import Ask as AskOverHttp
+from trioserve.simulation.stack.http_connection import Connection, Delete, Front
 from trioserve.simulation.stack.pause_plan import Order, Pause, Resume, Sleep, Swap, Wake
 from trioserve.simulation.stack.plan import Client, Load, StackPlan, Stage, Unload
 

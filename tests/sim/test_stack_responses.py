@@ -7,8 +7,7 @@ import json
 import pytest
 
 from trioserve.simulation.stack.calls import FAMILIES, TEXTS, CallChoice, CallingModel, shown_of
-from trioserve.simulation.stack.http_connection import Response, StrictClient
-from trioserve.simulation.stack.http_plan import Ask
+from trioserve.simulation.stack.http_connection import Ask, Response, StrictClient
 from trioserve.simulation.stack.http_requests import BROKEN_OFF, COMPLETE, expected_tokens, outcome_of
 
 TOKENS = [tuple("añb".encode())]  # The character in the middle consists of two tokens.

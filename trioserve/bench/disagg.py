@@ -27,6 +27,7 @@ from trioserve.bench.runner import (
     CannotMeasure,
     Measured,
     Scrape,
+    ServerProcess,
     cancel_on_signal,
     conclude,
     http1_client,
@@ -35,7 +36,6 @@ from trioserve.bench.runner import (
     print_progress,
     scrape,
 )
-from trioserve.bench.server_process import ServerProcess
 from trioserve.bench.server_settings import DisaggregatedSettings
 from trioserve.bench.settings import BenchSettings, Target
 

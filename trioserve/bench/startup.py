@@ -20,8 +20,18 @@ import trio
 
 from trioserve.bench.client import Failure
 from trioserve.bench.report import Machine, measured_at, report_json
-from trioserve.bench.runner import Measured, PlainResponse, ask, conclude, http1_client, parts_so_far, print_progress
-from trioserve.bench.server_process import ServerProcess, cpu_seconds, memory_bytes
+from trioserve.bench.runner import (
+    Measured,
+    PlainResponse,
+    ServerProcess,
+    ask,
+    conclude,
+    cpu_seconds,
+    http1_client,
+    memory_bytes,
+    parts_so_far,
+    print_progress,
+)
 from trioserve.bench.server_settings import StartupSettings
 from trioserve.bench.settings import Target
 

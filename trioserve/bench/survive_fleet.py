@@ -12,8 +12,7 @@ import msgspec
 import trio
 
 from trioserve.bench.client import Failure
-from trioserve.bench.runner import Scrape, ask, http1_client
-from trioserve.bench.server_process import ServerProcess, start_all
+from trioserve.bench.runner import Scrape, ServerProcess, ask, http1_client, start_all
 from trioserve.bench.server_settings import SurviveSettings
 from trioserve.bench.settings import Target
 from trioserve.bench.survive_plan import Interruption, InterruptionKind

@@ -20,12 +20,13 @@ from trioserve.bench.runner import (
     CannotMeasure,
     Measured,
     PlainResponse,
+    ServerProcess,
     ask,
     conclude,
     http1_client,
+    memory_bytes,
     print_progress,
 )
-from trioserve.bench.server_process import ServerProcess, memory_bytes
 from trioserve.bench.server_settings import SwitchSettings
 from trioserve.bench.settings import Target
 

@@ -37,9 +37,9 @@ import msgspec
 import trio
 
 from trioserve.connectors.nixl_agent import Agent, AgentError, MemoryKind, Region, regions_of
+from trioserve.connectors.settings import StreamOptions, read_options
 from trioserve.connectors.stream.frames import BadFrame, Chunk, Chunks, Head, Kind, frame, places
 from trioserve.connectors.stream.holder import Note
-from trioserve.connectors.stream.options import StreamOptions, read_options
 from trioserve.connectors.stream.peer_connection import Identity, MayNot, PeerConnection, Wire, receive_body
 from trioserve.connectors.stream.policy import Load, StreamPolicy
 from trioserve.connectors.stream.reader import Reader

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError
 from trioserve.contracts.weights import ReplacementState, SharedWeights
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.loading.default_model import weight_files
 from trioserve.model.loading.described_tensors import ArrivingTensor, check_same_model, described_tensors
 from trioserve.model.loading.fields import one_line
-from trioserve.model.loading.read_ahead import weight_files
 from trioserve.model.loading.safetensors import tensors_in_file
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
 from trioserve.model.model_config import ModelConfig

@@ -17,8 +17,7 @@ import trio
 from trioserve.api.limits import ConnectionSettings
 from trioserve.api.responses.response_types import ResponseEvent
 from trioserve.http.limits import FrontendLimits
-from trioserve.testing.memory_server import MemoryServer, open_memory_server
-from trioserve.testing.memory_websocket import MemoryWebSocket, WebSocketClosed
+from trioserve.testing.memory_server import MemoryServer, MemoryWebSocket, WebSocketClosed, open_memory_server
 
 PATH = "/v1/responses"
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")

@@ -15,8 +15,17 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
-from trioserve.bench.agents.conversation import ChatConversation, Reply, ResponsesConversation, session_texts
-from trioserve.bench.agents.traces import SMALL_SHAPE, Session, Shape, Traffic, draw_traffic
+from trioserve.bench.agents.traces import (
+    SMALL_SHAPE,
+    ChatConversation,
+    Reply,
+    ResponsesConversation,
+    Session,
+    Shape,
+    Traffic,
+    draw_traffic,
+    session_texts,
+)
 from trioserve.bench.agents.transport import TransportReport, measure_transport, transport_text
 from trioserve.bench.client import Failure, OpenStream
 from trioserve.bench.report import Machine, Spread, measured_at, report_json
@@ -24,6 +33,7 @@ from trioserve.bench.runner import (
     EXIT_REQUESTS_FAILED,
     CannotMeasure,
     Measured,
+    ServerProcess,
     ask,
     cancel_on_signal,
     conclude,
@@ -32,7 +42,6 @@ from trioserve.bench.runner import (
     print_progress,
     scrape,
 )
-from trioserve.bench.server_process import ServerProcess
 from trioserve.bench.server_settings import AgentBenchSettings
 from trioserve.bench.settings import Target
 

@@ -28,12 +28,18 @@ from wsproto.events import (
     TextMessage,
 )
 
-from trioserve.bench.agents.conversation import ChatConversation, Conversation, Reply, ResponsesConversation
+from trioserve.bench.agents.traces import ChatConversation, Conversation, Reply, ResponsesConversation
 from trioserve.bench.client import RECEIVE_BYTES, OpenStream, stream_opener
 from trioserve.bench.load import WORDS
 from trioserve.bench.report import Machine, measured_at
-from trioserve.bench.runner import EXIT_REQUESTS_FAILED, CannotMeasure, http1_client
-from trioserve.bench.server_process import ServerProcess, cpu_seconds, memory_bytes
+from trioserve.bench.runner import (
+    EXIT_REQUESTS_FAILED,
+    CannotMeasure,
+    ServerProcess,
+    cpu_seconds,
+    http1_client,
+    memory_bytes,
+)
 from trioserve.bench.server_settings import AgentBenchSettings
 from trioserve.bench.settings import Target
 

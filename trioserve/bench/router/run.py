@@ -50,11 +50,12 @@ from trioserve.bench.runner import (
     EXIT_UNREACHABLE,
     CannotMeasure,
     Measured,
+    ServerProcess,
     conclude,
+    cpu_seconds,
     parts_so_far,
     print_progress,
 )
-from trioserve.bench.server_process import ServerProcess, cpu_seconds
 from trioserve.bench.server_settings import PROCESS_COUNTS, RouterBenchSettings
 
 __all__ = ["main"]

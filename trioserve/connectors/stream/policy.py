@@ -29,8 +29,8 @@ from hashlib import blake2b
 
 import msgspec
 
+from trioserve.connectors.settings import StreamOptions
 from trioserve.connectors.stream.frames import TELL_IDS_MAX, Tell
-from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.signature import Origin, Source, origin_of, signed
 from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.events import FinishReason

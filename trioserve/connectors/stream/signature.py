@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from trioserve.connectors.settings import StreamOptions
 from trioserve.connectors.stream.frames import ID_LENGTH_MAX
-from trioserve.connectors.stream.options import StreamOptions
 from trioserve.contracts.request import KVTransferParams
 
 __all__ = ["is_signed", "machine_key", "signed", "signing_key", "Origin", "Source", "origin_of"]

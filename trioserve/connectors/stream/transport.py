@@ -18,8 +18,8 @@ from typing import Any
 
 import trio
 
+from trioserve.connectors.settings import StreamOptions, read_options
 from trioserve.connectors.stream.holder import GREETING_SECONDS_MAX, Holder, MoreFrames
-from trioserve.connectors.stream.options import StreamOptions, read_options
 from trioserve.connectors.stream.peer_connection import Identity, Refused, SocketWire, StreamWire, Wire
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.reader import MakeReader, Reader

@@ -4,6 +4,9 @@ models are downloaded.
 Some models are published as Python packages, which depend on programs that this server does not need. Therefore, only
 the model's file is extracted from the package's wheel. The wheel is downloaded from the index that pip or uv would use.
 The index also provides a hash, which the download must match.
+
+`start_reading_ahead` reads a model's files into the page cache while other modules are imported. Loading then does not
+wait for the disk.
 """
 
 from __future__ import annotations
@@ -34,20 +37,25 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.extras import install_command
 
 __all__ = [
+    "DOWNLOAD_THREAD",
     "PACKAGED_MODELS",
     "PackagedModel",
     "Progress",
-    "find_packaged",
-    "models_folder",
-    "pull_packaged",
-    "DOWNLOAD_THREAD",
     "check_hub_weights",
     "download_from_hub",
     "find_default_model",
+    "find_packaged",
     "is_hub_name",
+    "models_folder",
+    "pull_packaged",
     "recommended_sampling",
     "resolve_model",
+    "start_reading_ahead",
+    "weight_files",
 ]
+
+logger = logging.getLogger(__name__)
+
 
 Progress = Callable[[int, int], None]
 
@@ -290,8 +298,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-logger = logging.getLogger(__name__)
-
 # Name of the thread that should call resolve_model. The name allows other code to find an abandoned thread.
 DOWNLOAD_THREAD = "trioserve-download"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -483,3 +489,51 @@ def _hub(name: str) -> Iterator[Any]:
             f"the model {name!r} could not be downloaded from the hub ({reason[0]}): "
             "check the name and the network, or fetch it yourself and name the directory"
         ) from error
+
+
+THREAD = "trioserve-read-ahead"
+AT_ONCE_BYTES = 2**30  # Limit per call, because a running call cannot be interrupted.
+
+
+def start_reading_ahead(model: str) -> threading.Thread | None:
+    """Start a daemon thread that reads a model's files and then ends.
+
+    Args:
+        model: path or name of the model.
+
+    Returns:
+        The thread, or None if the model is not on disk, or if its files are larger than half of the memory.
+    """
+    files = weight_files(Path(model))
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not files or sum(file.stat().st_size for file in files) > memory_bytes // 2:
+        return None
+    thread = threading.Thread(target=_read, args=(files,), name=THREAD, daemon=True)
+    thread.start()
+    return thread
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files that probably contain a model's weights. The result is empty if this is not clear.
+
+    Args:
+        path: directory or file of the model.
+    """
+    try:
+        if path.is_file():
+            return [path] if path.suffix.lower() == ".gguf" else []
+        single = path / "model.safetensors"
+        return [single] if single.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))[:1]
+    except OSError:
+        return []
+
+
+def _read(files: list[Path]) -> None:
+    # An unreadable file is ignored now. Loading the model reports it later.
+    with contextlib.suppress(OSError), open(os.devnull, "wb", buffering=0) as nowhere:
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                offset = 0
+                # sendfile passes pages to the null device without copying them.
+                while sent := os.sendfile(nowhere.fileno(), file.fileno(), offset, AT_ONCE_BYTES):
+                    offset += sent

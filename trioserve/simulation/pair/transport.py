@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from trioserve.connectors.settings import StreamOptions
 from trioserve.connectors.stream.frames import Chunks, Tell
-from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import Load, Send, StreamPolicy
 from trioserve.connectors.stream.signature import Source
 from trioserve.contracts.ids import BlockIndex

@@ -63,9 +63,8 @@ from trioserve.simulation.ranks.plan import (
 )
 from trioserve.simulation.ranks.played_opening import CheckedSteps, LateMasks, PlayedOpening, read_adapter
 from trioserve.simulation.ranks.played_rank import LookingModel
-from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
+from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse, source_of, version_of
 from trioserve.simulation.stack.forms import compile_forms, guide_of
-from trioserve.simulation.stack.swaps import source_of, version_of
 from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer

@@ -13,8 +13,7 @@ import msgspec
 import trio
 
 from trioserve.contracts.events import AbortOutcome
-from trioserve.simulation.stack.http_connection import Caller, Response
-from trioserve.simulation.stack.http_plan import FOR_GOOD_SECONDS, Ask, Connection, Delete
+from trioserve.simulation.stack.http_connection import FOR_GOOD_SECONDS, Ask, Caller, Connection, Delete, Response
 from trioserve.simulation.stack.http_requests import (
     BROKEN_OFF,
     COMPLETE,

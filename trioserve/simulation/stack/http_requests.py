@@ -18,8 +18,7 @@ from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.simulation.stack.calls import TOOLS, CallChoice, message_of
 from trioserve.simulation.stack.forms import guide_of, is_whole, shown, stopped_at
-from trioserve.simulation.stack.http_connection import Response
-from trioserve.simulation.stack.http_plan import Ask
+from trioserve.simulation.stack.http_connection import Ask, Response
 from trioserve.testing.byte_tokenizer import END_TOKEN_ID
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.trio_tools.http_client import Fields

@@ -17,8 +17,7 @@ from trioserve.contracts.events import AbortOutcome
 from trioserve.http.exchange import ClockAndIds, Exchange
 from trioserve.http.http2.stream import H2Stream
 from trioserve.http.server import FrontendServer
-from trioserve.simulation.stack.http_connection import WatchedEnd
-from trioserve.simulation.stack.http_plan import Ask, Front
+from trioserve.simulation.stack.http_connection import Ask, Front, WatchedEnd
 from trioserve.simulation.stack.http_requests import KEY, key_of
 from trioserve.testing.fake_engine import FakeEngine
 from trioserve.testing.memory_client import MemoryEnd, memory_connection

@@ -19,8 +19,8 @@ from trio.lowlevel import Task
 
 from trioserve.contracts.errors import Draining, EngineFault, InvalidRequest, WeightsLost
 from trioserve.engine.lifecycle.request_scope import AnyScope
+from trioserve.simulation.reference_engine import Swaps, source_of, version_of
 from trioserve.simulation.stack.pause_plan import Halt, Pause, Resume, Sleep, Swap, Wake
-from trioserve.simulation.stack.swaps import Swaps, source_of, version_of
 from trioserve.testing.fake_engine import FakeEngine
 
 __all__ = ["Pauses", "SwapPauses"]

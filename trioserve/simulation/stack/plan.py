@@ -27,7 +27,7 @@ from trioserve.simulation.stack.forms import (
     drawn_stops,
     drawn_unloads,
 )
-from trioserve.simulation.stack.http_plan import (
+from trioserve.simulation.stack.http_connection import (
     Ask,
     Connection,
     Delete,

@@ -33,17 +33,16 @@ from trioserve.contracts.weights import AdapterRef
 from trioserve.engine.lifecycle.request_scope import AnyScope
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
-from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.reference_engine import ReferenceEngine, Swaps, stamped
 from trioserve.simulation.stack.calls import CALL_TEMPLATE, CallingModel
 from trioserve.simulation.stack.forms import compile_forms, guide_of
 from trioserve.simulation.stack.http_clients import HttpClients
-from trioserve.simulation.stack.http_plan import Ask, Connection, Delete
+from trioserve.simulation.stack.http_connection import Ask, Connection, Delete
 from trioserve.simulation.stack.http_server import MADE_UP, HttpServer
 from trioserve.simulation.stack.lending import Lending, encoded_prompt, prompt_of
 from trioserve.simulation.stack.pause_plan import Halt, Order, Swap
 from trioserve.simulation.stack.pauses import SwapPauses
 from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Load, StackPlan, Stage, Unload
-from trioserve.simulation.stack.swaps import Swaps, stamped
 from trioserve.simulation.traced_run import ClientsInside, IdleWatch, TracedRun, waits_for_a_step
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine

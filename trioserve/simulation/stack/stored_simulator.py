@@ -24,7 +24,7 @@ from trioserve.api.error_responses import Refusal
 from trioserve.api.limits import BackgroundSettings, BatchSettings, DetachSettings
 from trioserve.api.streams.detached_stream import DetachedStream
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
-from trioserve.simulation.stack.http_plan import Ask
+from trioserve.simulation.stack.http_connection import Ask
 from trioserve.simulation.stack.http_requests import expected_tokens
 from trioserve.simulation.stack.stored_work import (
     FINAL,

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import trio
 
-from trioserve.simulation.stack.http_plan import Ask
+from trioserve.simulation.stack.http_connection import Ask
 from trioserve.simulation.stack.http_requests import expected_tokens
 from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.memory_client import MemoryClient

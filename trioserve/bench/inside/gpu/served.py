@@ -12,8 +12,7 @@ import trio
 
 from trioserve.bench.inside.gpu.machine import Part
 from trioserve.bench.run import measure
-from trioserve.bench.runner import CannotMeasure, Measured, Scrape, http1_client, scrape
-from trioserve.bench.server_process import ServerProcess
+from trioserve.bench.runner import CannotMeasure, Measured, Scrape, ServerProcess, http1_client, scrape
 from trioserve.bench.settings import BenchSettings, Target
 
 __all__ = ["measure_server"]
