@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from trioserve.assemble_model import LoadProgress
 from trioserve.commands.child_processes import ParentProcess, child_sockets, relay_progress
-from trioserve.commands.hosting import ModelProcesses, hosted_models
+from trioserve.commands.hosting import STOP_SECONDS_MAX, ModelProcesses, hosted_models
 from trioserve.config import Config, add_arguments, config_from, make_config
-from trioserve.contracts.errors import StartupError
+from trioserve.contracts.errors import EngineFault, StartupError
 from trioserve.model.settings import lora_modules
 from trioserve.options.hosting import HostedModelOptions
+from trioserve.proxy.fleet import EndpointSpec
 
 
 def config(*flags: str, environment: dict[str, str] | None = None) -> Config:
@@ -128,6 +131,103 @@ def test_process_of_a_model_gets_the_common_options_and_its_own(tmp_path: Path):
     assert (read.trust_request_chat_template, read.max_body_bytes) == (True, 123_456)
     assert json.loads(str(read.override_generation_config)) == {"top_k": 5}
     assert "secret" not in command
+
+
+class ModelInside:
+    """Runs a model in this process, with a server that a test controls.
+
+    Attributes:
+        served: options of each server.
+        can_load: set to let the load end.
+        fault: error that ends the server once it has loaded. None: it serves until it gets an order.
+        orders: orders that the server got.
+        loaded: endpoints of loaded models.
+        progress: reported progress.
+        ended: how the server ended.
+    """
+
+    def __init__(self, *, fault: Exception | None = None) -> None:
+        made = make_config(host_model=("a=/x,threads=1",), model_processes=False)
+        self.served: list[Config] = []
+        self.can_load, self.stopping = trio.Event(), trio.Event()
+        self.fault = fault
+        self.orders: list[object] = []
+        self.loaded: list[EndpointSpec] = []
+        self.progress: list[tuple[str, float | None]] = []
+        self.ended: list[str] = []
+        self._processes = ModelProcesses(made, hosted_models(made))
+
+    async def serve_model(self, config, orders, *, on_serving, on_progress):
+        self.served.append(config)
+        on_progress(LoadProgress("loading /x", 1, 4))
+        await self.can_load.wait()
+        on_serving(["http://127.0.0.1:1234"])
+        if self.fault is not None:
+            raise self.fault
+        self.orders.append(await orders.receive())
+
+    async def run(self) -> None:
+        ended = await self._processes.run_inside(
+            self.serve_model,
+            "a",
+            on_loaded=self.loaded.append,
+            on_progress=lambda what, share: self.progress.append((what, share)),
+            stopping=self.stopping,
+        )
+        self.ended.append(ended)
+
+
+async def test_model_without_a_process_has_the_options_and_keys_of_its_process():
+    model = ModelInside()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(model.run)
+        model.can_load.set()
+        await wait_all_tasks_blocked()
+        [served], [endpoint] = model.served, model.loaded
+        assert (served.model, served.served_model_name, served.host, served.port) == ("/x", ("a",), "127.0.0.1", 0)
+        assert (served.threads, served.api_key, served.admin_api_key) == (1, (endpoint.api_key,), endpoint.api_key)
+        assert (endpoint.url, endpoint.models, model.progress) == (
+            "http://127.0.0.1:1234",
+            {"a": "a"},
+            [("loading a", 0.25)],
+        )
+        assert model.orders == []
+        model.stopping.set()
+    assert (model.orders, model.ended) == ([signal.SIGTERM], ["its server ended"])
+
+
+async def test_load_without_a_process_ends_at_once_when_it_is_cancelled():
+    model = ModelInside()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(model.run)
+        await wait_all_tasks_blocked()
+        model.stopping.set()
+    assert (model.loaded, model.orders, model.ended) == ([], [], ["its server ended"])
+
+
+async def test_fault_of_a_model_without_a_process_is_how_it_ended():
+    model = ModelInside(fault=EngineFault("a step failed"))
+    model.can_load.set()
+    with trio.fail_after(10):
+        await model.run()
+    assert (len(model.loaded), model.ended) == (1, ["a step failed"])
+
+
+async def test_model_without_a_process_that_does_not_stop_is_cancelled(autojump_clock):
+    model = ModelInside()
+    model.can_load.set()
+
+    async def never_stops(config, orders, *, on_serving, on_progress):
+        on_serving(["http://127.0.0.1:1234"])
+        await trio.sleep_forever()
+
+    model.serve_model = never_stops
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(model.run)
+        await wait_all_tasks_blocked()
+        began_at = trio.current_time()
+        model.stopping.set()
+    assert (trio.current_time() - began_at, model.ended) == (STOP_SECONDS_MAX, ["its server ended"])
 
 
 async def test_progress_of_a_load_reaches_the_parent_process_once_for_each_per_cent():

@@ -1,4 +1,4 @@
-"""Tests a server with two real models in processes of their own, and memory for one of them."""
+"""Tests a server with two real models, mostly in processes of their own, and memory for one of them."""
 
 from __future__ import annotations
 
@@ -64,6 +64,23 @@ def test_models_take_turns_in_the_memory(hosted):
     assert chat(hosted, "b", max_tokens=8) == first
     assert statuses(hosted) == {"a": "unloaded", "b": "loaded"}
     assert process_of(hosted, "a") is None
+
+
+def test_models_take_turns_in_the_memory_of_one_process():
+    model = find_default_model("smollm2")
+    server = ServerProcess(
+        *("--model", f"a={model}", "--model", f"b={model},max_model_len=1024", "--models-memory", "0.9"),
+        *("--kv-cache-memory", "0.25", "--max-queue-wait", "120", "--no-model-processes"),
+    )
+    try:
+        server.wait_until_serving()
+        first = chat(server, "a", max_tokens=8)
+        assert statuses(server) == {"a": "loaded", "b": "unloaded"}
+        assert chat(server, "b", max_tokens=8) == first
+        assert statuses(server) == {"a": "unloaded", "b": "loaded"}
+        assert (process_of(server, "a"), process_of(server, "b")) == (None, None)
+    finally:
+        assert server.stop() == 0
 
 
 def test_stream_survives_the_death_of_its_models_process(hosted):

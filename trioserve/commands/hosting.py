@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -10,8 +11,9 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import trio
@@ -19,6 +21,7 @@ import trio
 from trioserve.admission.model_runs import ModelRuns
 from trioserve.api.limits import BatchSettings
 from trioserve.assemble_engines import memory_budget, model_spec
+from trioserve.assemble_model import LoadProgress, LoadReport
 from trioserve.commands.child_processes import (
     PARENT_SOCKET,
     child_sockets,
@@ -27,8 +30,8 @@ from trioserve.commands.child_processes import (
     start_child,
 )
 from trioserve.commands.serving import optional_path
-from trioserve.config import Config
-from trioserve.contracts.errors import StartupError
+from trioserve.config import Config, add_arguments, config_from
+from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.model.settings import lora_modules
 from trioserve.options.engine import EngineOptions, ImageOptions
 from trioserve.options.hosting import KV_CACHE_GIB, HostedModelOptions
@@ -36,6 +39,8 @@ from trioserve.options.option import ENVIRONMENT_PREFIX, checked, options_of
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.router.settings import HostedModelsSettings
 from trioserve.store.store import Store, open_store
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interpreter import return_memory
 
 __all__ = ["Hosting", "ModelProcesses", "hosted_models"]
 
@@ -87,13 +92,15 @@ class Hosting:
 
     Args:
         config: options of the server.
+        serve_model: serves a model in this process.
 
     Raises:
         StartupError: an option is wrong, or a model cannot be read.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, serve_model: ServeModel) -> None:
         self._config = config
+        self._serve_model = serve_model
         self._models = hosted_models(config)
         common = _common_options(config)
         self._specs = [model_spec(model, common, keep_alive=config.model_keep_alive) for model in self._models]
@@ -129,7 +136,8 @@ class Hosting:
             memory_bytes=self._memory_bytes, turn_seconds=config.model_turn, loads_max=config.max_model_loads
         )
         processes = ModelProcesses(config, self._models)
-        runs = ModelRuns(settings, self._specs, processes.run)
+        run = processes.run if config.model_processes else partial(processes.run_inside, self._serve_model)
+        runs = ModelRuns(settings, self._specs, run)
         runs.on_adapter = processes.set_adapter
         for model in self._models:
             if model.preload:
@@ -149,10 +157,23 @@ def _set_options(config: Config, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names if getattr(config, name) != known[name].default}
 
 
-class ModelProcesses:
-    """Runs one process of `trioserve serve` for each loaded model.
+class ServeModel(Protocol):
+    """Type of functions that serve one model until `orders` yields an item, such as `serve_configured`."""
 
-    The processes listen at 127.0.0.1, and accept only requests with a key that this program makes at its start.
+    async def __call__(
+        self,
+        config: Config,
+        orders: trio.MemoryReceiveChannel[object],
+        *,
+        on_serving: Callable[[list[str]], None],
+        on_progress: LoadReport,
+    ) -> None: ...
+
+
+class ModelProcesses:
+    """Runs one server for each loaded model: a process of `trioserve serve`, or tasks of this process.
+
+    The servers listen at 127.0.0.1, and accept only requests with a key that this program makes at its start.
 
     Args:
         config: options of the server. Engine options that were set apply to all models.
@@ -213,14 +234,12 @@ class ModelProcesses:
         Returns:
             How the process ended.
         """
-        self._loads += 1
-        id = f"{name}#{self._loads}"
-        key = {f"{ENVIRONMENT_PREFIX}API_KEY": self._key, f"{ENVIRONMENT_PREFIX}ADMIN_API_KEY": self._key}
-        model, last_line = self._models[name], ""
+        endpoint, last_line = self._new_endpoint(name), ""
+        path = self._models[name].path
         ours, theirs = child_sockets()
 
         def note_progress(activity: str, share: float | None) -> None:
-            on_progress(activity.replace(model.path, name), share)  # Clients see the activity, but no paths.
+            on_progress(activity.replace(path, name), share)  # Clients see the activity, but no paths.
 
         on_progress(f"starting the process of {name}", None)
         with ours, theirs:
@@ -229,21 +248,82 @@ class ModelProcesses:
                     nursery,
                     ["-m", "trioserve", *self.command(name)],
                     stderr=subprocess.PIPE,
-                    env=_environment({**key, PARENT_SOCKET: str(theirs.fileno())}),
+                    env=_environment({**self._keys(), PARENT_SOCKET: str(theirs.fileno())}),
                     pass_fds=(theirs.fileno(),),
                 )
                 nursery.start_soon(relay_progress, trio.socket.from_stdlib_socket(ours), note_progress)
                 nursery.start_soon(_stop, process, stopping)
                 assert process.stderr is not None
-
-                def note_serving(url: str) -> None:
-                    names = {served: served for served in (name, *model.adapters)}
-                    on_loaded(EndpointSpec(url=url, id=id, api_key=self._key, models=names))
-
-                last_line = await relay_lines(name, process.stderr, note_serving)
+                last_line = await relay_lines(name, process.stderr, lambda url: on_loaded(endpoint(url)))
                 code = await process.wait()
                 nursery.cancel_scope.cancel()
         return f"its process ended with code {code}: {last_line}" if code else "its process ended"
+
+    async def run_inside(
+        self,
+        serve_model: ServeModel,
+        name: str,
+        *,
+        on_loaded: Callable[[EndpointSpec], None],
+        on_progress: Callable[[str, float | None], None],
+        stopping: trio.Event,
+    ) -> str:
+        """Run the server of a model in tasks of this process. See `run`.
+
+        Args:
+            serve_model: serves the model.
+            name: the model.
+            on_loaded: called once the server accepts requests.
+            on_progress: called with the progress of the load.
+            stopping: ends the load at once, or drains the server.
+
+        Returns:
+            How the server ended.
+        """
+        endpoint, path = self._new_endpoint(name), self._models[name].path
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        config = config_from(parser.parse_args(self.command(name)[1:]), self._keys(), kind=Config)
+        is_loaded = False
+
+        def note_serving(urls: list[str]) -> None:
+            nonlocal is_loaded
+            is_loaded = True
+            on_loaded(endpoint(urls[0]))
+
+        def note_progress(progress: LoadProgress) -> None:
+            on_progress(progress.what.replace(path, name), progress.share)
+
+        async def stop(everything: trio.CancelScope) -> None:
+            await stopping.wait()
+            if is_loaded:
+                sender.send_nowait(signal.SIGTERM)
+                await trio.sleep(STOP_SECONDS_MAX)
+                logger.warning("model cancelled, it did not stop in %s s model=%s", STOP_SECONDS_MAX, name)
+            everything.cancel()
+
+        sender, orders = trio.open_memory_channel[object](1)
+        try:
+            with errors_unwrapped():
+                async with sender, orders, trio.open_nursery() as nursery:
+                    nursery.start_soon(stop, nursery.cancel_scope)
+                    await serve_model(config, orders, on_serving=note_serving, on_progress=note_progress)
+                    nursery.cancel_scope.cancel()
+        except TrioserveError as error:
+            return str(error)
+        await return_memory()
+        return "its server ended"
+
+    def _new_endpoint(self, name: str) -> Callable[[str], EndpointSpec]:
+        """Return a function that describes the endpoint of a new load by its URL."""
+        self._loads += 1
+        id = f"{name}#{self._loads}"
+        names = {served: served for served in (name, *self._models[name].adapters)}
+        return lambda url: EndpointSpec(url=url, id=id, api_key=self._key, models=names)
+
+    def _keys(self) -> dict[str, str]:
+        """Return the variables with the keys of a model's server."""
+        return {f"{ENVIRONMENT_PREFIX}{name}": self._key for name in ("API_KEY", "ADMIN_API_KEY")}
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:

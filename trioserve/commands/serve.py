@@ -130,7 +130,7 @@ def run_server(config: Config) -> int:
         # This import is late, because a server with one model needs none of the imported modules.
         from trioserve.commands.hosting import Hosting
 
-        hosting = Hosting(config)
+        hosting = Hosting(config, serve_model)
 
         async def serve_hosted(
             orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]
@@ -139,16 +139,34 @@ def run_server(config: Config) -> int:
 
         return run_until_signal(config, serve_hosted, what=hosting.what)
 
-    async def serve_model(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
-        if is_image_model(config.model):
-            # This import is late, because language models need none of the imported packages.
-            from trioserve.commands.serve_images import serve_images
+    async def serve_one(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
+        await serve_model(config, orders, on_serving=announce, on_progress=parent.report)
 
-            await serve_images(config, orders, on_serving=announce, on_progress=parent.report)
-        else:
-            await serve_configured(config, orders, on_serving=announce, on_progress=parent.report)
+    return run_until_signal(config, serve_one, what=", ".join(_names(config)))
 
-    return run_until_signal(config, serve_model, what=", ".join(_names(config)))
+
+async def serve_model(
+    config: Config,
+    orders: trio.MemoryReceiveChannel[object],
+    *,
+    on_serving: Callable[[list[str]], None],
+    on_progress: LoadReport,
+) -> None:
+    """Serve a model for text or for images, see `serve_configured`.
+
+    Args:
+        config: options of the server.
+        orders: stops the server.
+        on_serving: receives the URLs once the server accepts requests.
+        on_progress: receives the progress of loading.
+    """
+    if is_image_model(config.model):
+        # This import is late, because language models need none of the imported packages.
+        from trioserve.commands.serve_images import serve_images
+
+        await serve_images(config, orders, on_serving=on_serving, on_progress=on_progress)
+    else:
+        await serve_configured(config, orders, on_serving=on_serving, on_progress=on_progress)
 
 
 class OpenEngine(Protocol):
