@@ -167,7 +167,7 @@ class RankedModel:
                     await group.load()
                     weights_come.set()
                 from trioserve.model.loaded_models import load_vision
-                from trioserve.model.runner import FIXED_BY_IMAGES
+                from trioserve.model.runner import FIXED_BY_ENCODER
 
                 loaded = group.loaded
                 vision = await compute.run(
@@ -189,7 +189,7 @@ class RankedModel:
                 image_encoder = image_encoder_of(runner, compute)
                 with ExitStack() as scopes:
                     scopes.callback(show_ranks(self._metrics, group))
-                    weights = RankedWeights(group, self._groups, why_fixed=None if vision is None else FIXED_BY_IMAGES)
+                    weights = RankedWeights(group, self._groups, why_fixed=None if vision is None else FIXED_BY_ENCODER)
                     yield Computing(runner, group, group, group.claim_memory, weights, image_encoder, group.guard)
 
     def _log_awaited(self, awaited: list[int]) -> None:

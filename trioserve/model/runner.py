@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from trioserve.model.row_encoder import RowEncoder
     from trioserve.model.vision.tower import VisionTower
 
-__all__ = ["FIXED_BY_IMAGES", "ModelRunner"]
+__all__ = ["FIXED_BY_ENCODER", "ModelRunner"]
 
 # The step that measures a GPU's memory has at most this many sequences if each of them needs memory for a state.
 PROFILE_STATES = 8
@@ -61,7 +61,7 @@ PROFILE_STATES = 8
 # for the parts of a context.
 PROFILE_CONTEXT_TOKENS = 4_096
 
-FIXED_BY_IMAGES = "the model reads images, and encoded images would remain those of the old weights"
+FIXED_BY_ENCODER = "the model has an encoder, and what it encoded would remain that of the old weights"
 
 
 class ModelRunner:
@@ -260,10 +260,8 @@ class ModelRunner:
     def why_fixed(self) -> str | None:
         """Reason why the weights cannot be replaced while the model runs, as the end of a sentence. None: they can."""
         assert self._model is not None, "why_fixed after close"
-        if self.vision is not None:
-            return FIXED_BY_IMAGES
-        if self.row_encoder is not None:
-            return "the model hears, and encoded sound would remain that of the old weights"
+        if self.vision is not None or self.row_encoder is not None:
+            return FIXED_BY_ENCODER
         if any(slot.block_type is not None for slot in self._model.slots()):
             return (
                 "they are kept as blocks of a quantized file, and plain weights cannot become such blocks: open the "
