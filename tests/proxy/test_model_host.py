@@ -365,6 +365,21 @@ async def test_stream_of_a_crashed_model_resumes_after_it_is_loaded_again(autoju
         assert models.loads == ["a", "a"]
 
 
+async def test_request_that_is_sent_while_its_model_begins_to_drain_is_served(autojump_clock, monkeypatch):
+    async with open_models(spec("a")) as models:
+        refused: list[str] = []
+        await (await models.router.client().post(PATH, body("a"))).read()
+        with monkeypatch.context() as patch:
+            patch.setattr(models.host, "lease", refused.append)
+            response = await models.router.client().post(PATH, body("a"))
+            assert (await response.head(), refused) == (200, ["a"])
+            await response.read()
+        await wait_all_tasks_blocked()
+        assert (models.host.status("a").waiting, models.host.status("a").leases) == (0, 0)
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 200
+        await models.router.assert_all_free()
+
+
 async def test_request_whose_deadline_passes_while_its_model_loads_is_refused(autojump_clock):
     async with open_models(spec("a")) as models:
         models.loading["a"] = trio.Event()

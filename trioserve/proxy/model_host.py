@@ -86,17 +86,18 @@ class ModelHost(TicketFollower):
             lease = self._leases.pop(ticket.index, None)
             if lease is not None:
                 self._models.release(lease)
-            self._models.wait(ticket.request.model)
-            self._waiting.add(ticket.index)
+            self._begin_wait(ticket)
 
     def leased(self, ticket: Ticket) -> None:
-        name, models = ticket.request.model, self._models
-        if name in models and ticket.index not in self._leases:
-            if ticket.index not in self._waiting:
-                models.wait(name)
-            lease = models.lease(name)
-            assert lease is not None, "the router gives leases only at endpoints of loaded models"
-            self._waiting.discard(ticket.index)
+        name = ticket.request.model
+        if name not in self._models or ticket.index in self._leases:
+            return
+        self._begin_wait(ticket)
+        lease = self._models.lease(name)
+        # If several models change at once, the router may send a request to a model whose change it does not know yet.
+        # The model then ends as if the request were not there, and the router sends the request to its next process.
+        if lease is not None:
+            self._waiting.remove(ticket.index)
             self._leases[ticket.index] = lease
 
     def ended(self, ticket: Ticket) -> None:
@@ -106,6 +107,11 @@ class ModelHost(TicketFollower):
         elif ticket.index in self._waiting:
             self._waiting.remove(ticket.index)
             self._models.stop_waiting(ticket.request.model)
+
+    def _begin_wait(self, ticket: Ticket) -> None:
+        if ticket.index not in self._waiting:
+            self._models.wait(ticket.request.model)
+            self._waiting.add(ticket.index)
 
     # --- orders ---
 
