@@ -93,8 +93,9 @@ def test_stream_survives_the_death_of_its_models_process(hosted):
     with post(hosted, PATH, body) as stream:
         for line in stream:
             if line.startswith(b"data: {"):
-                is_first = not said
-                said += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+                event, is_first = json.loads(line[6:]), not said
+                assert "choices" in event, event
+                said += event["choices"][0]["delta"].get("content") or ""
                 if is_first and said:
                     os.kill(killed, signal.SIGKILL)
     assert said == whole

@@ -512,6 +512,7 @@ async def test_ollama_client_unloads_by_an_empty_prompt_and_sets_keep_alive(auto
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # seconds. It takes 40 on two quiet cores.
 async def test_thousand_switches_lose_no_request_and_leave_nothing(autojump_clock):
     """Ten models have memory for three. Half of the clients leave at a random time."""
     names, rng = [f"m{number}" for number in range(10)], random.Random(7)
