@@ -40,10 +40,10 @@ NOT_A_CACHE = "it holds what is under way, or bookkeeping; an entry that is miss
 
 CACHES = {
     ("model/device.py", "_warn_once"): OF_SERVER,
-    ("model/device_sampler.py", "_slots"): OF_REQUEST,
+    ("model/torch_step/device_sampler.py", "_slots"): OF_REQUEST,
     ("model/random_checkpoint.py", "_quantiles"): OF_SERVER,
-    ("model/torch_formats.py", "_host"): OF_SERVER,
-    ("model/torch_formats.py", "buffers"): OF_SERVER,
+    ("model/torch_step/formats.py", "_host"): OF_SERVER,
+    ("model/torch_step/formats.py", "buffers"): OF_SERVER,
     ("audio/log_mel.py", "mel_filters"): OF_SERVER,
     ("text/grammar_compiler.py", "_grammars"): SALTED,
     ("text/stop_strings.py", "_automaton"): SALTED,

@@ -181,13 +181,14 @@ COMMANDS_THAT_PRETEND = words(
 TORCH_FILES = {
     "bench.inside": words("gpu/command.py gpu/kernel_checks.py gpu/machine.py gpu/steps.py gpu/transformers_steps.py"),
     "model": words(
-        "attention.py row_encoder.py decoder.py device_sampler.py diffusion/components.py "
-        "diffusion/families/dit.py diffusion/families/flux.py diffusion/families/pixart.py "
-        "diffusion/families/stable_diffusion.py diffusion/families/stable_diffusion_xl.py diffusion/family.py "
-        "diffusion/runner.py drafts/heads.py encoder.py layers.py mlp.py "
-        "parallel/torch_collectives.py recurrent_layers.py sampler.py static_decode.py static_inputs.py "
-        "step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
-        "vision/qwen_tower.py vision/tower.py vision/towers.py"
+        "row_encoder.py diffusion/components.py diffusion/families/dit.py diffusion/families/flux.py "
+        "diffusion/families/pixart.py diffusion/families/stable_diffusion.py "
+        "diffusion/families/stable_diffusion_xl.py diffusion/family.py diffusion/runner.py drafts/heads.py encoder.py "
+        "parallel/torch_collectives.py torch_step/adapters.py torch_step/attention.py torch_step/decoder.py "
+        "torch_step/device_sampler.py torch_step/formats.py torch_step/layers.py torch_step/mlp.py "
+        "torch_step/recurrent_layers.py torch_step/sampler.py torch_step/static_decode.py torch_step/static_inputs.py "
+        "torch_step/step_model.py torch_step/step_tensors.py torch_step/streams.py vision/qwen_tower.py "
+        "vision/tower.py vision/towers.py"
     ),
     "kernels": words(
         "compile_check.py flash_prompts.py four_bits.py fp8.py kv_format.py paged.py reference.py "

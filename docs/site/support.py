@@ -18,13 +18,14 @@ from unittest import mock
 import trioserve
 from trioserve.assemble_images import open_image_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
-from trioserve.model import loaded_models, torch_step_model
+from trioserve.model import loaded_models
 from trioserve.model.drafts.checkpoints import check_draft
 from trioserve.model.encoder_runner import EncoderRunner
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.parallel.shares import share_of
 from trioserve.model.settings import ModelSettings
+from trioserve.model.torch_step import step_model as torch_step_model
 
 __all__ = ["support_rows"]
 

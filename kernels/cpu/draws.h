@@ -1,4 +1,4 @@
-// The race of exponential clocks that draws a token, and its random numbers. trioserve/model/sampler.py describes both.
+// The race of exponential clocks that draws a token, and its random numbers. trioserve/model/torch_step/sampler.py describes both.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace trioserve {
 
-constexpr int DRAW_TILES = 512;  // equal to the constant in trioserve/model/sampler.py
+constexpr int DRAW_TILES = 512;  // equal to the constant in trioserve/model/torch_step/sampler.py
 
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
 

@@ -1,4 +1,4 @@
-// Samples the next token of a row of logits: the steps of trioserve/model/sampler.py in the same order, one row at a time.
+// Samples the next token of a row of logits: the steps of trioserve/model/torch_step/sampler.py in the same order, one row at a time.
 //
 // There are two differences: weights are not divided by their sum, and `exp` has another implementation. So the last one or
 // two bits of a weight may differ, which is about 1e-7 of the weight. The chosen token only differs if a weight is that close

@@ -18,7 +18,7 @@ from trioserve import SamplingParams, open_engine
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.resume import Resume
-from trioserve.model.layers import Linear
+from trioserve.model.torch_step.layers import Linear
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 PROMPT = (

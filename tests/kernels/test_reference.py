@@ -15,7 +15,7 @@ from torch import Tensor
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.sampler import draw_word, sample, signed
+from trioserve.model.torch_step.sampler import draw_word, sample, signed
 from trioserve_kernels import pick_kernels, reference
 from trioserve_kernels.paged import DecodeWork
 

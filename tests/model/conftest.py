@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trioserve.model.loading.checkpoint import Checkpoint
-from trioserve.model.torch_formats import as_tensor
+from trioserve.model.torch_step.formats import as_tensor
 
 
 def _neighbour(name: str) -> ModuleType:

@@ -13,9 +13,9 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model import step_tensors
-from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
-from trioserve.model.torch_formats import Sending
+from trioserve.model.torch_step import step_tensors
+from trioserve.model.torch_step.formats import Sending
+from trioserve.model.torch_step.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
 
 HEADS = HeadShape(head_count=4, kv_head_count=2, head_dim=16)
 CONTEXTS = {"a": 60, "b": 3, "c": 41, "d": 17, "e": 58, "f": 1}

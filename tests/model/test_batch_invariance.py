@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model import loaded_models, torch_step_model
+from trioserve.model import loaded_models
 from trioserve.model import runner as runner_module
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
+from trioserve.model.torch_step import step_model as torch_step_model
 from trioserve_kernels import reference_invariant
 from trioserve_kernels.build import CannotBuild, build_library, supported_levels
 from trioserve_kernels.native import Library, NoNativeKernels

@@ -17,8 +17,8 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, match_tensors, tensor_places
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.native_model import why_not_native
-from trioserve.model.recurrent_layers import _scanned_deltas
+from trioserve.model.native.model import why_not_native
+from trioserve.model.torch_step.recurrent_layers import _scanned_deltas
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],

@@ -15,14 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.model import tiny_checkpoints
-from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.static_decode import StaticDecode
-from trioserve.model.step_tensors import attention_kinds
-from trioserve.model.torch_adapters import AdapterColumns
+from trioserve.model.torch_step.adapters import AdapterColumns
+from trioserve.model.torch_step.decoder import Decoder
+from trioserve.model.torch_step.static_decode import StaticDecode
+from trioserve.model.torch_step.step_tensors import attention_kinds
 from trioserve_kernels import four_bits
 from trioserve_kernels.paged import chunk_tile_tokens
 

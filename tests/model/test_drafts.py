@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import torch_step_model
-from trioserve.model.sampler import sample
 from trioserve.model.step_model import Samples, sampled_rows
+from trioserve.model.torch_step import step_model as torch_step_model
+from trioserve.model.torch_step.sampler import sample
 
 TOKENS = 24
 SAMPLINGS = {

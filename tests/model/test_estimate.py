@@ -86,7 +86,7 @@ def test_estimate_includes_the_draft_model(
 @pytest.mark.parametrize("quantization", ["none", "file", "int8", "int4"])
 def test_estimated_weights_equal_those_of_the_kernels(quantization: str) -> None:
     """The kernels pad matrices, so they take at most 1 % more."""
-    from trioserve.model.packed_weights import PackedWeights, packed_bytes
+    from trioserve.model.native.packed_weights import PackedWeights, packed_bytes
 
     try:
         library = load_library()

@@ -31,8 +31,8 @@ from trioserve.model.layer_config import (
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.native_model import why_not_native
-from trioserve.model.rotary import rotary_frequencies
+from trioserve.model.native.model import why_not_native
+from trioserve.model.torch_step.rotary import rotary_frequencies
 
 GGUF_KINDS = (
     "olmo",

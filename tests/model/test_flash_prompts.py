@@ -14,10 +14,11 @@ from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import step_tensors, torch_step_model
 from trioserve.model.layer_config import AttentionConfig
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.step_tensors import HeadShape
+from trioserve.model.torch_step import step_model as torch_step_model
+from trioserve.model.torch_step import step_tensors
+from trioserve.model.torch_step.step_tensors import HeadShape
 from trioserve_kernels import flash_prompts, reference_fused
 from trioserve_kernels.flash_prompts import FlashPrompts, pick_flash_prompts
 

@@ -17,11 +17,11 @@ import torch
 from trioserve.contracts.errors import GpuLost, StartupError
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model import device as device_module
-from trioserve.model import torch_step_model
 from trioserve.model.device import lost_gpu, new_event, pick_device, take_gpu, why_no_gpu, with_device_defaults
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
+from trioserve.model.torch_step import step_model as torch_step_model
 from trioserve.model.warm_up_plans import warm_up_plans
 from trioserve_kernels import reference, reference_fused, why_not_triton
 

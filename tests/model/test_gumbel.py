@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trioserve.model.sampler import DRAW_TILES, draw, draw_word, draw_words, exponentials
+from trioserve.model.torch_step.sampler import DRAW_TILES, draw, draw_word, draw_words, exponentials
 
 WORD = 2**64
 

@@ -26,7 +26,7 @@ from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.settings import ModelSettings
-from trioserve.model.torch_step_model import TorchStepModel
+from trioserve.model.torch_step.step_model import TorchStepModel
 
 ALL_LOGPROBS = SamplingParams(temperature=0.0, prompt_logprobs=0)
 # source: config.json of each model

@@ -25,14 +25,14 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.model import torch_step_model
 from trioserve.model.begun_step import BegunStep
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve.model.torch_step_model import TorchStepModel
+from trioserve.model.torch_step import step_model as torch_step_model
+from trioserve.model.torch_step.step_model import TorchStepModel
 from trioserve_kernels import reference_fused
 
 PLAIN = (

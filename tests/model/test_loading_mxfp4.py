@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import torch_step_model
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.torch_step import step_model as torch_step_model
 from trioserve_kernels import reference_fused
 from trioserve_kernels.native import NoNativeKernels, load_library
 

@@ -19,8 +19,8 @@ from trioserve.model.fingerprint import weights_name
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.names import TRANSFORMERS, outside_name
 from trioserve.model.loading.stored_tensor import FP8_ROWS, StoredTensor
-from trioserve.model.packed_weights import weight_format
-from trioserve.model.torch_formats import as_tensor
+from trioserve.model.native.packed_weights import weight_format
+from trioserve.model.torch_step.formats import as_tensor
 from trioserve_kernels.fp8 import fp8_weight_of_blocks
 from trioserve_kernels.native import NoNativeKernels, WeightMemory, load_library
 from trioserve_kernels.structs import BLOCK_FORMATS, WeightFormat

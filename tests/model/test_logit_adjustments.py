@@ -13,10 +13,10 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.device_sampler import DeviceSampler
-from trioserve.model.sampler import sample
 from trioserve.model.step_model import sampled_rows
-from trioserve.model.torch_formats import Sending
+from trioserve.model.torch_step.device_sampler import DeviceSampler
+from trioserve.model.torch_step.formats import Sending
+from trioserve.model.torch_step.sampler import sample
 from trioserve_kernels import reference_fused
 
 VOCAB_SIZE = 60

@@ -24,12 +24,13 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
-from trioserve.model import sampler, torch_step_model
-from trioserve.model.device_sampler import DeviceSampler
-from trioserve.model.native_sampling import NativeSamplings
-from trioserve.model.static_decode import StaticDecode
+from trioserve.model.native.sampling import NativeSamplings
 from trioserve.model.step_model import NOT_FINITE, NOTHING_ALLOWED, Samples, sampled_rows
 from trioserve.model.step_rows import FilledMasks
+from trioserve.model.torch_step import sampler
+from trioserve.model.torch_step import step_model as torch_step_model
+from trioserve.model.torch_step.device_sampler import DeviceSampler
+from trioserve.model.torch_step.static_decode import StaticDecode
 from trioserve_kernels import reference_fused
 from trioserve_kernels.build import build_library, supported_levels
 from trioserve_kernels.native import Engine, Library, NoNativeKernels

@@ -24,11 +24,11 @@ import torch
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan
-from trioserve.model import native_model
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
-from trioserve.model.native_model import CLAIMED_BYTES, NativeModel, why_not_native
+from trioserve.model.native import model as native_model
+from trioserve.model.native.model import CLAIMED_BYTES, NativeModel, why_not_native
 from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings

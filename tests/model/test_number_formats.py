@@ -20,7 +20,7 @@ from trioserve.model.number_formats import (
     empty_values,
     values_of,
 )
-from trioserve.model.torch_formats import TORCH_DTYPES, as_tensor
+from trioserve.model.torch_step.formats import TORCH_DTYPES, as_tensor
 
 
 def numbers(dtype: Dtype) -> Values:

@@ -21,8 +21,8 @@ import torch
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.layer_config import RopeScaling, RotaryConfig
-from trioserve.model.layers import RotaryAngles
 from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.torch_step.layers import RotaryAngles
 
 LOGPROB_TOLERANCE = 2e-4
 KINDS = (

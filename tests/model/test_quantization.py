@@ -22,7 +22,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.device import step_weight_bytes
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.packed_weights import settle_quantization, weight_format
+from trioserve.model.native.packed_weights import settle_quantization, weight_format
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve_kernels.native import NoNativeKernels, load_library

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from trioserve.model import layers
-from trioserve.model.layers import RotaryAngles
 from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.torch_step import layers
+from trioserve.model.torch_step.layers import RotaryAngles
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)

@@ -19,11 +19,11 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model import sampler
-from trioserve.model.device_sampler import DeviceSampler
-from trioserve.model.native_sampling import NativeSamplings
-from trioserve.model.sampler import DRAW_TILES, draw_word, exponentials
+from trioserve.model.native.sampling import NativeSamplings
 from trioserve.model.step_model import Samples
+from trioserve.model.torch_step import sampler
+from trioserve.model.torch_step.device_sampler import DeviceSampler
+from trioserve.model.torch_step.sampler import DRAW_TILES, draw_word, exponentials
 from trioserve_kernels import reference_fused
 from trioserve_kernels.build import build_library, supported_levels
 from trioserve_kernels.native import Engine, Library, NoNativeKernels

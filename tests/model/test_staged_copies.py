@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model import torch_step_model, weights
+from trioserve.model import weights
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
-from trioserve.model.torch_formats import PinnedStaging, TensorSlot
+from trioserve.model.torch_step import step_model as torch_step_model
+from trioserve.model.torch_step.formats import PinnedStaging, TensorSlot
 from trioserve.model.weights import Piece, StagedSlot, StagedWeight, copied, fill_slots
 
 BUFFER_BYTES = 4_000

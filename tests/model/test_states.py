@@ -17,17 +17,17 @@ from torch import Tensor
 from trioserve.assemble import open_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import recurrent_layers
 from trioserve.model.device import cache_size, kv_block_bytes
 from trioserve.model.drafts.checkpoints import check_draft
 from trioserve.model.layer_config import AttentionConfig, SelectiveScanConfig, ShortConvConfig, StateSpaceConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.native_model import why_not_native
-from trioserve.model.native_recurrent import why_not_recurrent
+from trioserve.model.native.model import why_not_native
+from trioserve.model.native.recurrent import why_not_recurrent
 from trioserve.model.settings import ModelSettings
-from trioserve.model.torch_step_model import TorchStepModel
+from trioserve.model.torch_step import recurrent_layers
+from trioserve.model.torch_step.step_model import TorchStepModel
 
 GRANITE: dict[str, Any] = {
     "architectures": ["GraniteMoeHybridForCausalLM"],

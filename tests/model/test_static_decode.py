@@ -24,14 +24,15 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan
 from trioserve.contracts.weights import AdapterId, AdapterRef
-from trioserve.model import static_decode, torch_step_model
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve.model.static_decode import PROMPT_CHUNKS_MAX, StaticDecode, prompt_row_sizes, row_sizes
-from trioserve.model.static_inputs import StaticInputs, StaticRows, StepSize
+from trioserve.model.torch_step import static_decode
+from trioserve.model.torch_step import step_model as torch_step_model
+from trioserve.model.torch_step.static_decode import PROMPT_CHUNKS_MAX, StaticDecode, prompt_row_sizes, row_sizes
+from trioserve.model.torch_step.static_inputs import StaticInputs, StaticRows, StepSize
 from trioserve_kernels import reference_fused
 from trioserve_kernels.paged import SPLIT_TOKENS
 

@@ -22,7 +22,7 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.loading.names import TRANSFORMERS, match_tensors, tensor_places
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.native_model import why_not_native
+from trioserve.model.native.model import why_not_native
 
 BASE: dict[str, Any] = {
     "architectures": ["Gemma3nForCausalLM"],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.weights import AdapterId
-from trioserve.model.torch_adapters import NO_ADAPTER, AdapterColumns, TorchAdapter
+from trioserve.model.torch_step.adapters import NO_ADAPTER, AdapterColumns, TorchAdapter
 
 LINEARS = (
     SimpleNamespace(inputs=6, parts={"q_proj": 4, "k_proj": 2, "v_proj": 2}),

@@ -18,9 +18,9 @@ import torch
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import torch_step_model
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
+from trioserve.model.torch_step import step_model as torch_step_model
 from trioserve_kernels import reference_fused
 from trioserve_kernels.fp8 import FP8_LARGEST, fp8_linear, fp8_weight_of_blocks, join_fp8, why_not_fp8
 

@@ -121,7 +121,7 @@ def test_tokens_that_rules_of_speech_allow_equal_those_of_transformers(
     )
 
     from trioserve.contracts.media import SpeechRules
-    from trioserve.model.sampler import follow_speech_rules_
+    from trioserve.model.torch_step.sampler import follow_speech_rules_
 
     rules = SpeechRules(
         end_id=20,

@@ -24,9 +24,9 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.model import torch_step_model
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import ModelRunner
+from trioserve.model.torch_step import step_model as torch_step_model
 from trioserve.testing.invariants import check_core, check_idle
 from trioserve_kernels import reference_fused, reference_invariant
 from trioserve_kernels.native import NoNativeKernels, load_library

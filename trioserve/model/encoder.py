@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.encoder_config import EncoderActivation, EncoderConfig, ModernLayers
-from trioserve.model.layers import Linear
-from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.torch_formats import TensorSlot
+from trioserve.model.torch_step.formats import TensorSlot
+from trioserve.model.torch_step.layers import Linear
+from trioserve.model.torch_step.rotary import rotary_frequencies
 
 __all__ = [
     "ACTIVATIONS",

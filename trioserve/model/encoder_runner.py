@@ -92,7 +92,7 @@ class EncoderRunner:
         dtype = pick_encoder_dtype(config, settings, device)
         torch = torch_now("an encoder")
         from trioserve.model.encoder import Encoder
-        from trioserve.model.torch_formats import TORCH_DTYPES
+        from trioserve.model.torch_step.formats import TORCH_DTYPES
 
         set_torch_threads(settings)
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")

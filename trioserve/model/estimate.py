@@ -33,9 +33,9 @@ from trioserve.model.loading.encoder_part import encoder_shapes
 from trioserve.model.loading.safetensors import stored_tensors
 from trioserve.model.loading.stored_tensor import FP8_ROWS, STORAGE_BYTES, StoredTensor
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.native_model import why_not_native
+from trioserve.model.native.model import why_not_native
+from trioserve.model.native.packed_weights import packed_bytes, packed_names, settle_quantization
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, kv_format_of
-from trioserve.model.packed_weights import packed_bytes, packed_names, settle_quantization
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import why_not_launched
 from trioserve_kernels.structs import BLOCK_FORMATS

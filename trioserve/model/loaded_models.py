@@ -23,9 +23,9 @@ from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, Mtp
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.native_model import NativeModel, why_not_native
+from trioserve.model.native.model import NativeModel, why_not_native
+from trioserve.model.native.packed_weights import settle_quantization
 from trioserve.model.number_formats import Dtype, kv_format_of
-from trioserve.model.packed_weights import settle_quantization
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import StepModel
@@ -127,7 +127,7 @@ def load_eagle_head(
     """
     torch = torch_now("an EAGLE-3 head")
     from trioserve.model.drafts.heads import EagleHead
-    from trioserve.model.torch_formats import TORCH_DTYPES
+    from trioserve.model.torch_step.formats import TORCH_DTYPES
 
     set_torch_threads(draft.settings)
     model.tapped_layers = eagle.tapped_of(model.config.layer_count)
@@ -238,7 +238,7 @@ def load_row_encoder(checkpoint: Checkpoint, settings: ModelSettings, model: Ste
         return None
     torch = torch_now("a model with an encoder")
     from trioserve.model.row_encoder import RowEncoder
-    from trioserve.model.torch_step_model import TorchStepModel
+    from trioserve.model.torch_step.step_model import TorchStepModel
 
     assert isinstance(model, TorchStepModel), "only torch computes cross attention"
     set_torch_threads(settings)
@@ -295,7 +295,7 @@ def _make_model(
         logger.warning("torch computes, more slowly than the native kernels, which are unavailable: %s", reason)
     check_torch(settings, device, reason)
     torch_now()
-    from trioserve.model.torch_step_model import TorchStepModel
+    from trioserve.model.torch_step.step_model import TorchStepModel
 
     return TorchStepModel(
         config, settings, dtype=dtype, device=device, block_types=block_types, collectives=collectives

@@ -27,7 +27,7 @@ from trioserve.model.loading.names import GGUF, TRANSFORMERS, Shape, outside_nam
 from trioserve.model.loading.safetensors import INDEX_NAME
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values, convert, empty_values
-from trioserve.model.rotary import rotary_frequencies
+from trioserve.model.torch_step.rotary import rotary_frequencies
 
 __all__ = [
     "PIECE_VALUES",

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.model.encoder import ACTIVATIONS
-from trioserve.model.layers import Linear, RelativeBiases
 from trioserve.model.loading.encoder_part import RowEncoderConfig, encoder_shapes
 from trioserve.model.number_formats import Dtype, Float32Array
-from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
+from trioserve.model.torch_step.formats import TORCH_DTYPES, TensorSlot
+from trioserve.model.torch_step.layers import Linear, RelativeBiases
 
 __all__ = ["RowEncoder", "RowEncoding"]
 

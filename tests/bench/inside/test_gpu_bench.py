@@ -21,7 +21,7 @@ from trioserve.bench.inside.gpu.steps import Case, bound_seconds, table
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.model.real_shapes import SHAPES
 from trioserve.model.runner import ModelRunner
-from trioserve.model.torch_step_model import TorchStepModel
+from trioserve.model.torch_step.step_model import TorchStepModel
 from trioserve_kernels import reference_fused
 
 ON_CPU = ["--device", "cpu", "--shape", "tiny"]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trioserve.model import layers, torch_step_model
+from trioserve.model.torch_step import layers
+from trioserve.model.torch_step import step_model as torch_step_model
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens
 from trioserve_kernels.triton import invariant
 from trioserve_kernels.triton.product import OUTPUT_BLOCK, ROW_BLOCK, product

@@ -16,10 +16,10 @@ from torch import Tensor
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.device_sampler import DeviceSampler
-from trioserve.model.sampler import DRAW_TILES, sample
 from trioserve.model.step_model import NOT_FINITE, NOTHING_ALLOWED, NOTHING_LEFT, Samples
 from trioserve.model.step_rows import FilledMasks
+from trioserve.model.torch_step.device_sampler import DeviceSampler
+from trioserve.model.torch_step.sampler import DRAW_TILES, sample
 from trioserve_kernels import reference, triton
 from trioserve_kernels.reference import Flaw
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import torch_step_model
-from trioserve.model.static_decode import Replay, StaticDecode
+from trioserve.model.torch_step import step_model as torch_step_model
+from trioserve.model.torch_step.static_decode import Replay, StaticDecode
 from trioserve_kernels import reference, triton
 from trioserve_kernels.paged import SPLIT_TOKENS
 from trioserve_kernels.triton.norm import rms_norm_kernel

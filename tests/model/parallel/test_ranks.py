@@ -19,16 +19,16 @@ from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.contracts.weights import AdapterId, AdapterRef
-from trioserve.model import torch_step_model
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.names import tensor_shapes
 from trioserve.model.loading.stored_tensor import AdapterMatrix, AdapterWeights
-from trioserve.model.native_model import why_not_native
+from trioserve.model.native.model import why_not_native
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter
 from trioserve.model.parallel.shares import share_of
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import NOT_FINITE
+from trioserve.model.torch_step import step_model as torch_step_model
 from trioserve.testing.automaton_guide import AutomatonGuide
 from trioserve_kernels import reference_fused
 

@@ -36,7 +36,7 @@ from trioserve.model.diffusion.directory import SAMPLER_NAMES, ImageDirectory, I
 from trioserve.model.diffusion.family import BadTask, Family, Inputs, LatentState, Parts, SolverStep
 from trioserve.model.diffusion.solvers import Solver
 from trioserve.model.number_formats import Dtype
-from trioserve.model.torch_formats import TORCH_DTYPES
+from trioserve.model.torch_step.formats import TORCH_DTYPES
 
 __all__ = ["Abandoned", "Abandoning", "DiffusionRunner", "RowByRow", "UnknownFunction", "step_noise"]
 

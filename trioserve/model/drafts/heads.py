@@ -36,10 +36,10 @@ from trioserve.model.drafts.checkpoints import EagleCheckpoint, MtpCheckpoint
 from trioserve.model.layer_config import AttentionConfig
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
-from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.sampler import sample
 from trioserve.model.step_model import ComputedStep, Samples, StepModel, is_largest_wanted
-from trioserve.model.torch_formats import TORCH_DTYPES
+from trioserve.model.torch_step.formats import TORCH_DTYPES
+from trioserve.model.torch_step.rotary import rotary_frequencies
+from trioserve.model.torch_step.sampler import sample
 
 __all__ = ["EagleHead", "MtpHead"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.model.layers import Linear
+from trioserve.model.torch_step.layers import Linear
 from trioserve.model.vision.family import VitActivation
 from trioserve.model.vision.qwen_vl import NORM_EPS, GridConfig, QwenVLConfig
 from trioserve.model.vision.tower import ACTIVATIONS, VisionTower

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from trioserve.contracts.media import ImagePlan
 from trioserve.model.layer_config import Activation
-from trioserve.model.layers import Linear
 from trioserve.model.number_formats import Dtype, Float32Array
-from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
+from trioserve.model.torch_step.formats import TORCH_DTYPES, TensorSlot
+from trioserve.model.torch_step.layers import Linear
 from trioserve.model.vision.family import VisionConfig, VitActivation, VitConfig
 from trioserve.vision.families.family import FamilyProcessing
 

@@ -32,7 +32,7 @@ from trioserve.model.number_formats import Dtype
 from trioserve.model.real_shapes import SHAPES
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve.model.torch_step_model import TorchStepModel
+from trioserve.model.torch_step.step_model import TorchStepModel
 from trioserve_kernels import Kernels, reference, reference_fused
 
 __all__ = [

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from trioserve.model.device import DeviceType
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.random_checkpoint import transformers_config
-from trioserve.model.torch_formats import TORCH_DTYPES
+from trioserve.model.torch_step.formats import TORCH_DTYPES
 
 __all__ = ["measure_transformers"]
 

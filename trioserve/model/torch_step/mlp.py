@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.model.layer_config import XIELU_NUMBERS, Activation, ExpertsConfig
-from trioserve.model.layers import Linear, MakeLinear, Norm
-from trioserve.model.torch_adapters import AdapterRows
-from trioserve.model.torch_formats import TensorSlot
+from trioserve.model.torch_step.adapters import AdapterRows
+from trioserve.model.torch_step.formats import TensorSlot
+from trioserve.model.torch_step.layers import Linear, MakeLinear, Norm
 from trioserve_kernels import Kernels
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
 

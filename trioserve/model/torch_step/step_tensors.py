@@ -22,8 +22,8 @@ from trioserve.contracts.step import ScheduledChunk, StateSpan
 from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
 from trioserve.model.model_config import CrossAttention, ModelConfig
 from trioserve.model.step_rows import given_rows, rotary_positions, row_ends
-from trioserve.model.torch_adapters import AdapterRows
-from trioserve.model.torch_formats import Sending
+from trioserve.model.torch_step.adapters import AdapterRows
+from trioserve.model.torch_step.formats import Sending
 from trioserve_kernels.flash_prompts import FlashPrompts
 from trioserve_kernels.paged import DECODE_PARTS_MAX, DecodeWork, chunk_tile_tokens, latent_parts_max, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask

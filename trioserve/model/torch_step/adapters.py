@@ -20,7 +20,7 @@ from torch.nn import functional
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.contracts.weights import AdapterId
 from trioserve.model.loading.stored_tensor import AdapterWeights
-from trioserve.model.torch_formats import Sending, as_tensor
+from trioserve.model.torch_step.formats import Sending, as_tensor
 from trioserve_kernels import Kernels
 
 __all__ = ["NO_ADAPTER", "AdaptedLinear", "AdapterColumns", "AdapterRows", "TorchAdapter", "adapter_rows"]

@@ -22,8 +22,8 @@ from torch import Tensor
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.step_model import sampled_indexes, sampled_rows
 from trioserve.model.step_rows import rotary_positions
-from trioserve.model.torch_adapters import NO_ADAPTER
-from trioserve.model.torch_formats import ALIGNMENT_BYTES
+from trioserve.model.torch_step.adapters import NO_ADAPTER
+from trioserve.model.torch_step.formats import ALIGNMENT_BYTES
 
 __all__ = ["InputTensors", "StaticInputs", "StaticRows", "StepSize"]
 

@@ -17,18 +17,14 @@ from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.weights import AdapterId
-from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, default_thread_count, set_torch_threads, step_weight_bytes
-from trioserve.model.device_sampler import DeviceSampler, reach_end
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import LatentAttentionConfig
 from trioserve.model.loading.stored_tensor import FP8_ROWS, AdapterWeights
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_format_of
 from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.sampler import finite_rows, largest_samples, sample, token_logprobs
 from trioserve.model.settings import ModelSettings
-from trioserve.model.static_decode import RECORD_SECONDS_MAX, CudaGraphRecorder, StaticDecode
 from trioserve.model.step_model import (
     PROMPT_LOGPROB_ROWS,
     ComputedStep,
@@ -42,9 +38,19 @@ from trioserve.model.step_model import (
     why_not_launched,
 )
 from trioserve.model.step_rows import needed_rows, pooled_vector
-from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, attention_kinds, build_step_tensors
-from trioserve.model.torch_adapters import AdapterColumns, TorchAdapter, adapter_rows
-from trioserve.model.torch_formats import TORCH_DTYPES, PinnedStaging, Sending, TensorSlot
+from trioserve.model.torch_step.adapters import AdapterColumns, TorchAdapter, adapter_rows
+from trioserve.model.torch_step.decoder import Decoder
+from trioserve.model.torch_step.device_sampler import DeviceSampler, reach_end
+from trioserve.model.torch_step.formats import TORCH_DTYPES, PinnedStaging, Sending, TensorSlot
+from trioserve.model.torch_step.sampler import finite_rows, largest_samples, sample, token_logprobs
+from trioserve.model.torch_step.static_decode import RECORD_SECONDS_MAX, CudaGraphRecorder, StaticDecode
+from trioserve.model.torch_step.step_tensors import (
+    HeadShape,
+    StepShape,
+    StepTensors,
+    attention_kinds,
+    build_step_tensors,
+)
 from trioserve.model.weights import BUFFER_COUNT, Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels, why_not_triton
 from trioserve_kernels.flash_prompts import FlashPrompts, pick_flash_prompts

@@ -21,7 +21,8 @@ from trioserve.model.layer_config import (
     RotaryConfig,
 )
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.native_recurrent import (
+from trioserve.model.native.packed_weights import PackedWeights, has_pairs_together, pairs_together
+from trioserve.model.native.recurrent import (
     NativeLaurel,
     NativeLayerStreams,
     NativeRecurrent,
@@ -29,7 +30,6 @@ from trioserve.model.native_recurrent import (
     float32_slot,
 )
 from trioserve.model.number_formats import Float32Array
-from trioserve.model.packed_weights import PackedWeights, has_pairs_together, pairs_together
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import address
 from trioserve_kernels.structs import (

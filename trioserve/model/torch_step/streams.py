@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from trioserve.model.layer_config import Activation
-from trioserve.model.layers import Embedding, Linear, MakeLinear, Norm
 from trioserve.model.model_config import ModelConfig, StreamsConfig
-from trioserve.model.torch_formats import TensorSlot
+from trioserve.model.torch_step.formats import TensorSlot
+from trioserve.model.torch_step.layers import Embedding, Linear, MakeLinear, Norm
 from trioserve_kernels import Kernels
 
 __all__ = ["LayerStreams", "Streams", "StreamsOfStep"]

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig
 from trioserve.model.loading.stored_tensor import AdapterMatrix, AdapterWeights
 from trioserve.model.model_config import ModelConfig
+from trioserve.model.native.packed_weights import has_pairs_together, pairs_together
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, empty_values
-from trioserve.model.packed_weights import has_pairs_together, pairs_together
 from trioserve_kernels.native import CACHE_LINE_BYTES, Library, WeightMemory, address
 from trioserve_kernels.structs import BLOCK_OUTPUTS, AdapterLayerStruct, AdapterMatrixStruct, AdapterPartStruct
 

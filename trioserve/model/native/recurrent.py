@@ -21,8 +21,8 @@ from trioserve.model.layer_config import (
     StateSpaceConfig,
 )
 from trioserve.model.model_config import ModelConfig, StreamsConfig
+from trioserve.model.native.packed_weights import PackedWeights
 from trioserve.model.number_formats import Float32Array, Values
-from trioserve.model.packed_weights import PackedWeights
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import address
 from trioserve_kernels.structs import (

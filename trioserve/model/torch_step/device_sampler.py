@@ -26,7 +26,6 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.device import new_event
-from trioserve.model.sampler import draw_words, logprob_rows, read_logprobs
 from trioserve.model.step_model import (
     NOT_FINITE,
     NOTHING_ALLOWED,
@@ -39,7 +38,8 @@ from trioserve.model.step_model import (
     is_adjusted,
 )
 from trioserve.model.step_rows import MaskedRows, allows_more_than, masked_rows
-from trioserve.model.torch_formats import Sending
+from trioserve.model.torch_step.formats import Sending
+from trioserve.model.torch_step.sampler import draw_words, logprob_rows, read_logprobs
 from trioserve_kernels import Kernels
 from trioserve_kernels.reference import Flaw
 

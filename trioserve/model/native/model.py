@@ -34,21 +34,22 @@ from trioserve.model.layer_config import (
 )
 from trioserve.model.loading.stored_tensor import AdapterWeights
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.native_adapters import NativeAdapter
-from trioserve.model.native_layer import (
+from trioserve.model.native.adapters import NativeAdapter
+from trioserve.model.native.layer import (
     NativeLayer,
     intermediate_sizes,
     norm_slots,
     norm_values,
     padded_zeros,
 )
-from trioserve.model.native_recurrent import (
+from trioserve.model.native.packed_weights import HEAD, PackedWeights, Quantization
+from trioserve.model.native.recurrent import (
     NativeStreams,
     float32_slot,
     why_not_recurrent,
     why_not_streams,
 )
-from trioserve.model.native_sampling import NativeSamplings, token_logprob
+from trioserve.model.native.sampling import NativeSamplings, token_logprob
 from trioserve.model.number_formats import (
     VALUE_BYTES,
     Dtype,
@@ -59,9 +60,7 @@ from trioserve.model.number_formats import (
     empty_values,
     values_of,
 )
-from trioserve.model.packed_weights import HEAD, PackedWeights, Quantization
 from trioserve.model.parallel.collectives import Collectives, NativeCallbacks
-from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.step_model import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
 from trioserve.model.step_rows import (
     StepRows,
@@ -72,6 +71,7 @@ from trioserve.model.step_rows import (
     rotary_positions,
     row_ends,
 )
+from trioserve.model.torch_step.rotary import rotary_frequencies
 from trioserve.model.weights import RowsTarget, Slot
 from trioserve_kernels.native import Engine, Library, address, empty_array, int32_array, start_of
 from trioserve_kernels.structs import (

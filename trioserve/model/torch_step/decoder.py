@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.model.attention import LatentAttention, attend
 from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.layer_config import (
     AttentionConfig,
@@ -23,7 +22,12 @@ from trioserve.model.layer_config import (
     SelectiveScanConfig,
     ShortConvConfig,
 )
-from trioserve.model.layers import (
+from trioserve.model.loading.stored_tensor import FP8_ROWS
+from trioserve.model.model_config import LayerPart, ModelConfig
+from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
+from trioserve.model.torch_step.attention import LatentAttention, attend
+from trioserve.model.torch_step.formats import TensorSlot
+from trioserve.model.torch_step.layers import (
     Angles,
     Embedding,
     HeadNorms,
@@ -36,14 +40,17 @@ from trioserve.model.layers import (
     Sinks,
     temperature_factors,
 )
-from trioserve.model.loading.stored_tensor import FP8_ROWS
-from trioserve.model.mlp import Experts, Mlp, Xielu
-from trioserve.model.model_config import LayerPart, ModelConfig
-from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
-from trioserve.model.recurrent_layers import DeltaNet, SelectiveScan, ShortConv, StateSpace
-from trioserve.model.step_tensors import AttentionTensors, DecodeGroup, EncodedRows, HeadShape, PromptPart, StepTensors
-from trioserve.model.streams import LayerStreams, Streams
-from trioserve.model.torch_formats import TensorSlot
+from trioserve.model.torch_step.mlp import Experts, Mlp, Xielu
+from trioserve.model.torch_step.recurrent_layers import DeltaNet, SelectiveScan, ShortConv, StateSpace
+from trioserve.model.torch_step.step_tensors import (
+    AttentionTensors,
+    DecodeGroup,
+    EncodedRows,
+    HeadShape,
+    PromptPart,
+    StepTensors,
+)
+from trioserve.model.torch_step.streams import LayerStreams, Streams
 from trioserve_kernels import Kernels
 from trioserve_kernels.fp8 import Fp8Weight
 

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.model.layer_config import DeltaNetConfig, SelectiveScanConfig, ShortConvConfig, StateSpaceConfig
-from trioserve.model.layers import Linear
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.step_tensors import StateSteps
-from trioserve.model.torch_formats import TensorSlot
+from trioserve.model.torch_step.formats import TensorSlot
+from trioserve.model.torch_step.layers import Linear
+from trioserve.model.torch_step.step_tensors import StateSteps
 
 __all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace", "SelectiveScan", "DeltaNet"]
 

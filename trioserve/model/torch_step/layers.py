@@ -17,9 +17,9 @@ from trioserve.model.loading.stored_tensor import FP8_ROWS
 from trioserve.model.model_config import ModelConfig, RankPart, RelativePositions
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.shares import vocab_runs
-from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.torch_adapters import AdapterRows
-from trioserve.model.torch_formats import TensorSlot
+from trioserve.model.torch_step.adapters import AdapterRows
+from trioserve.model.torch_step.formats import TensorSlot
+from trioserve.model.torch_step.rotary import rotary_frequencies
 from trioserve_kernels import Kernels, reference
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
 from trioserve_kernels.fp8 import Fp8Weight, fp8_linear, fp8_rows, fp8_weight_of_blocks, join_fp8

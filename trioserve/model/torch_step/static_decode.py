@@ -26,10 +26,12 @@ from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.contracts.weights import AdapterId
-from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage, StateStorage
-from trioserve.model.static_inputs import InputTensors, StaticInputs, StaticRows, StepSize
-from trioserve.model.step_tensors import (
+from trioserve.model.torch_step.adapters import AdapterColumns
+from trioserve.model.torch_step.decoder import Decoder
+from trioserve.model.torch_step.formats import ALIGNMENT_BYTES
+from trioserve.model.torch_step.static_inputs import InputTensors, StaticInputs, StaticRows, StepSize
+from trioserve.model.torch_step.step_tensors import (
     AttentionKind,
     AttentionTensors,
     ChunkTables,
@@ -40,8 +42,6 @@ from trioserve.model.step_tensors import (
     TableWalk,
     attention_kinds,
 )
-from trioserve.model.torch_adapters import AdapterColumns
-from trioserve.model.torch_formats import ALIGNMENT_BYTES
 from trioserve_kernels.paged import chunk_tile_tokens
 
 __all__ = [

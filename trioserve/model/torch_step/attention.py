@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from trioserve.model.layer_config import LatentAttentionConfig
-from trioserve.model.layers import Angles, Linear, MakeLinear, Norm
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.step_tensors import AttentionTensors, ChunkTables, HeadShape, StepTensors, TableWalk
-from trioserve.model.torch_formats import TensorSlot
+from trioserve.model.torch_step.formats import TensorSlot
+from trioserve.model.torch_step.layers import Angles, Linear, MakeLinear, Norm
+from trioserve.model.torch_step.step_tensors import AttentionTensors, ChunkTables, HeadShape, StepTensors, TableWalk
 from trioserve_kernels import Kernels
 from trioserve_kernels.kv_format import decode, encode, head_dim_of, is_coded
 from trioserve_kernels.paged import latent_parts_max, split_count
