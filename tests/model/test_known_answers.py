@@ -60,7 +60,9 @@ def in_float32(
 
 def checkpoint_of(config: ModelConfig, tensors: Callable[[], Iterator[StoredTensor]]) -> Any:
     weight_bytes = sum(tensor.byte_count for tensor in tensors())
-    return SimpleNamespace(config=config, weight_bytes=weight_bytes, tensors=tensors, vision=None, audio=None)
+    return SimpleNamespace(
+        config=config, weight_bytes=weight_bytes, tensors=tensors, vision=None, audio=None, encoder=None
+    )
 
 
 def first_layers(checkpoint: Checkpoint, count: int) -> Any:

@@ -293,6 +293,7 @@ def damaged_runner(path: Path) -> ModelRunner:
         weight_bytes=checkpoint.weight_bytes,
         vision=None,
         audio=None,
+        encoder=None,
         tensors=lambda: map(damaged, checkpoint.tensors()),
     )
     runner = ModelRunner.load(changed, settings)

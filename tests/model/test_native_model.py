@@ -94,7 +94,12 @@ def with_changed(path: Path, name: str, change: Callable[[Values], None]) -> Any
             yield tensor._replace(read=read, rows=None) if tensor.name == name else tensor
 
     return SimpleNamespace(
-        config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None, audio=None
+        config=checkpoint.config,
+        weight_bytes=checkpoint.weight_bytes,
+        tensors=tensors,
+        vision=None,
+        audio=None,
+        encoder=None,
     )
 
 

@@ -36,7 +36,12 @@ def changed(checkpoint: Checkpoint, change: Callable[[StoredTensor], list[Stored
             yield from change(tensor)
 
     return SimpleNamespace(
-        config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None, audio=None
+        config=checkpoint.config,
+        weight_bytes=checkpoint.weight_bytes,
+        tensors=tensors,
+        vision=None,
+        audio=None,
+        encoder=None,
     )
 
 
@@ -252,6 +257,7 @@ def test_order_of_tensors_in_a_checkpoint_has_no_effect(
         weight_bytes=checkpoint.weight_bytes,
         vision=None,
         audio=None,
+        encoder=None,
         tensors=lambda: reversed(list(checkpoint.tensors())),
     )
     tokens = []

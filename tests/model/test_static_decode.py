@@ -582,7 +582,7 @@ def test_row_with_nan_fails_only_its_own_request(
         return tensor._replace(read=read, rows=None) if tensor.name == "embed.weight" else tensor
 
     class Damaged:
-        vision = audio = None
+        vision = audio = encoder = None
 
         def __init__(self, checkpoint: Any) -> None:
             self.config, self.weight_bytes = checkpoint.config, checkpoint.weight_bytes

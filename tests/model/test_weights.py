@@ -39,7 +39,12 @@ def read_whole(path: Path) -> Any:
         return (tensor._replace(rows=None) for tensor in checkpoint.tensors())
 
     return SimpleNamespace(
-        config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors, vision=None, audio=None
+        config=checkpoint.config,
+        weight_bytes=checkpoint.weight_bytes,
+        tensors=tensors,
+        vision=None,
+        audio=None,
+        encoder=None,
     )
 
 
