@@ -159,6 +159,11 @@ async def test_operator_lets_a_model_sleep_and_a_request_wakes_it(autojump_clock
                 return await response.head(), await response.json()
 
         assert (await ask("POST", "/sleep"))[0] == 400
+        unnamed = await client().post("/sleep", {})
+        assert (await unnamed.head(), (await unnamed.json())["error"]["message"]) == (
+            400,
+            "the query names no model: add ?model= with one of a, b",
+        )
         assert await (await client().post(PATH, body("a"))).head() == 200
         for method, path, is_sleeping in asked:
             assert await ask(method, path) == (200, {"is_sleeping": is_sleeping})

@@ -21,7 +21,8 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorDetail, ErrorRespo
 from trioserve.api.openai.request_types import LoadAdapterBody, UnloadAdapterBody, decode_body
 from trioserve.api.response import Listing, Response
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import AdapterRefused, EndpointLost, InvalidRequest, NoEndpoint
+from trioserve.contracts.errors import AdapterRefused, EndpointLost, NoEndpoint
+from trioserve.proxy.model_routes import queried_model
 from trioserve.proxy.router_context import ENDPOINT_PARAMETER, request_headers
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -36,7 +37,6 @@ __all__ = ["load_adapter", "unload_adapter"]
 LOAD_SECONDS_MAX = 600.0  # Loading a large adapter from a slow disk takes about a minute.
 # The router waits UNLOAD_SECONDS longer than the request's timeout, which limits the wait for users of the adapter.
 UNLOAD_SECONDS = 30.0
-MODEL_PARAMETER = "model"
 ANSWER_BYTES_MAX = 64 * 1024
 
 
@@ -87,7 +87,7 @@ async def load_adapter(context: RouterContext) -> None:
     if models is None:
         answers = await _ask(context, _chosen(context), body, seconds_max=LOAD_SECONDS_MAX)
     else:
-        name = _hosted_model(context, models)
+        name = queried_model(context, models)
         models.check_adapter(name, asked.lora_name)
         answers = await _ask_model(context, models, name, body)
         if answers[0].is_good:
@@ -125,24 +125,6 @@ async def unload_adapter(context: RouterContext) -> None:
             for answer in answers
         ]
     await _respond(context, f"the lora adapter '{asked.lora_name}' was not unloaded everywhere", answers)
-
-
-def _hosted_model(context: RouterContext, models: ModelRuns[EndpointSpec]) -> str:
-    """Return the model on demand that gets an adapter: the one that the query names, or the only one.
-
-    Raises:
-        InvalidRequest: the query names no model of the server, or none although there are several.
-    """
-    asked = context.query(MODEL_PARAMETER)
-    name = context.services.fleet.aliases.get(asked, asked) if asked is not None else None
-    if name is None and len(models.names) == 1:
-        return next(iter(models.names))
-    if name not in models.names:
-        raise InvalidRequest(
-            f"the query has model={asked}, and must name the model of the adapter: {', '.join(sorted(models.names))}",
-            param=MODEL_PARAMETER,
-        )
-    return name
 
 
 async def _ask_model(context: RouterContext, models: ModelRuns[EndpointSpec], name: str, body: bytes) -> list[_Answer]:

@@ -47,6 +47,7 @@ __all__ = [
     "list_tags",
     "load_model",
     "loading_comment",
+    "queried_model",
     "read_is_sleeping",
     "read_model",
     "set_keep_alive",
@@ -373,22 +374,51 @@ def _duration(text: str) -> float | None:
     return sign * seconds if text else None
 
 
+def queried_model(context: RouterContext, models: ModelRuns[EndpointSpec]) -> str:
+    """Return the model on demand that the query names, or the only one if the query names none.
+
+    Args:
+        context: Request of the router's API.
+        models: The models on demand.
+
+    Raises:
+        InvalidRequest: The query names another model, or none although there are several.
+    """
+    named = context.query("model")
+    if named is None:
+        if len(models.names) == 1:
+            return next(iter(models.names))
+        raise InvalidRequest(
+            f"the query names no model: add ?model= with one of {', '.join(sorted(models.names))}", param="model"
+        )
+    return _hosted_model(context, models, named)
+
+
+def _hosted_model(context: RouterContext, models: ModelRuns[EndpointSpec], named: str) -> str:
+    name = context.services.fleet.aliases.get(named, named)
+    if name not in models:
+        raise InvalidRequest(
+            f'the model "{named}" is not loaded on demand here; such models are: {", ".join(sorted(models.names))}',
+            param="model",
+        )
+    return models.base(name)
+
+
+def _models_on_demand(context: RouterContext) -> ModelRuns[EndpointSpec]:
+    models = context.services.models
+    if models is None:
+        raise InvalidRequest("this router loads no models on demand: send the request to one of its endpoints")
+    return models
+
+
 async def _named_model(context: RouterContext) -> tuple[ModelRuns[EndpointSpec], str]:
-    return _hosted_model(context, decode_body(await context.exchange.body(), NamedModel).model)
+    named, models = decode_body(await context.exchange.body(), NamedModel).model, _models_on_demand(context)
+    return models, _hosted_model(context, models, named)
 
 
 def _queried_model(context: RouterContext) -> tuple[ModelRuns[EndpointSpec], str]:
-    return _hosted_model(context, context.query("model") or "")
-
-
-def _hosted_model(context: RouterContext, named: str) -> tuple[ModelRuns[EndpointSpec], str]:
-    name, models = context.services.fleet.aliases.get(named, named), context.services.models
-    if models is None or name not in models:
-        hosted = ", ".join(models.statuses()) if models is not None else ""
-        raise InvalidRequest(
-            f'the model "{named}" is not loaded on demand here; such models are: {hosted or "none"}', param="model"
-        )
-    return models, name
+    models = _models_on_demand(context)
+    return models, queried_model(context, models)
 
 
 def _status_of(models: ModelRuns[EndpointSpec] | None, name: str) -> ModelStatus | None:
