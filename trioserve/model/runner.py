@@ -114,6 +114,8 @@ class ModelRunner:
         )
         self._batch_invariant = settings.batch_invariant
         self._kv_format = kv_format_of(settings)
+        cross = model.config.cross
+        first = self._first_position = 0 if cross is None else row_positions(cross.rows_max, self.block_size)
         measures = model.device == "cuda" and settings.kv_cache_bytes is None
         size = cache_size(
             model.config,
@@ -126,8 +128,6 @@ class ModelRunner:
         )
         self.block_count = size.block_count
         """Blocks of the KV cache. Before allocate_kv: the number of blocks that fit."""
-        cross = model.config.cross
-        first = self._first_position = 0 if cross is None else row_positions(cross.rows_max, self.block_size)
         if min(self._context_tokens_max, self.block_count * self.block_size) <= first:
             raise StartupError(
                 f"the encoder's rows take {first} positions of each sequence, but the KV cache has "
