@@ -395,10 +395,15 @@ class ModelsBook:
                 self._check_least(number, model)
 
     def _check_least(self, number: int, model: ModelRecord) -> None:
-        """Assert that no model of worse priority could give its memory instead."""
+        """Assert that no model of worse priority could give its memory instead.
+
+        The model that waits may sleep. It does not give way to itself.
+        """
         first = self._first()
         assert first is not None, f"{number} gives way, but no model waits"
         for other in self.models:
+            if other is first:
+                continue
             is_like = other.state in (LOADED, SLEEPING) and other.is_idle == model.is_idle and not other.is_pinned
             if is_like and (model.is_idle or self._must_give_way(other, first)):
                 assert other.priority <= model.priority, f"{number} gives way before one of worse priority"
