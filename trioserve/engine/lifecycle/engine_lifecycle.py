@@ -242,19 +242,20 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
                 self._steps_scope.cancel()
 
     async def _run_loop(self) -> None:
-        with self._steps_scope, errors_unwrapped():
-            async with trio.open_nursery() as nursery:
-                # The scope is shielded, so that the guard is cancelled only after the loop.
-                # Otherwise a cancelled guard could hide the error of the step in flight.
-                scope = trio.CancelScope(shield=True)
-                if self._guard is not None:
-                    nursery.start_soon(self._run_guard, self._guard, scope)
-                try:
-                    # The loop has a task of its own, because a step resumes each frame of its task.
-                    async with trio.open_nursery() as steps:
-                        steps.start_soon(self._loop.run)
-                finally:
-                    scope.cancel()
+        with self._steps_scope:
+            if self._guard is None:
+                await self._loop.run()
+            else:
+                with errors_unwrapped():
+                    async with trio.open_nursery() as nursery:
+                        # The scope is shielded, so that the guard is cancelled only after the loop.
+                        # Otherwise a cancelled guard could hide the error of the step in flight.
+                        scope = trio.CancelScope(shield=True)
+                        nursery.start_soon(self._run_guard, self._guard, scope)
+                        try:
+                            await self._loop.run()
+                        finally:
+                            scope.cancel()
         if self._outer_error is not None:
             raise self._outer_error
         assert self.sleep_level, "the step loop has ended without a reason"
