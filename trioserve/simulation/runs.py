@@ -340,7 +340,7 @@ def runs_of(mode: Mode) -> Runs:
     Each kind imports only the modules that it needs. So the core is simulated without trio, HTTP and the router.
 
     Args:
-        mode: the kind.
+        mode: the kind of simulation.
     """
     if mode in _PLAN_MODES:
         return _PlanRuns(*map(_loaded, _PLAN_MODES[mode]))

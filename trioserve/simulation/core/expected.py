@@ -193,7 +193,7 @@ class ExpectedSequence:
         forced_count: forced tokens so far.
         prompt_logprobs_count: delivered prompt log probabilities.
         is_pooling: True after the pooled vector was delivered.
-        left_out_count: number of consecutive steps that had no chunk of the sequence, while it was the first prompt.
+        left_out_count: number of consecutive steps without a chunk of the sequence while it was the first prompt.
         overtaken_count_min: number of later requests that started earlier, certainly because this sequence did not fit.
         overtaken_count_max: number of later requests that started earlier for any reason.
         aborted_for: reason of the abort. None: the sequence was not aborted.

@@ -71,9 +71,9 @@ SESSION_WORLDS_SHARE = 0.3
 SESSION_CHANCES = (0.02, 0.05, 0.08)  # probabilities of an event that opens, hints at or ends a session, summed
 PREFETCHING_WORLDS_SHARE = 0.7  # fraction of the worlds with sessions and a connector that have prefetches
 PREFETCH_CHANCES = (0.1, 0.3)  # probabilities of a hint, and of the loss of all cached blocks between requests, summed
-IN_SESSION_SHARE = 0.7  # fraction of the requests of such a world that have a session
-NEXT_TURN_SHARE = 0.7  # fraction of these requests that continue the session's last request
-APART_WORLDS_SHARE = 0.4  # fraction of the worlds with overlapping steps in which steps are apart
+IN_SESSION_SHARE = 0.7  # in a world with sessions: fraction of the requests that have a session
+NEXT_TURN_SHARE = 0.7  # fraction of the requests with a session that continue its last request
+APART_WORLDS_SHARE = 0.4  # fraction of the worlds with overlapping steps that have steps_apart
 DRAFT_MODEL_SHARE = 0.5
 DRAFT_HEAD_SHARE = 0.3  # fraction of the worlds with a draft model in which a head is the draft model
 PROMPT_TOKENS_MAX = 16  # Longer prompts would take more time without adding cases.
@@ -285,7 +285,7 @@ class Generator:
         return values[int(self._random() * len(values))]
 
     def _some(self, values: Sequence[str]) -> list[str]:
-        """Return one value or two values. Both values may be equal."""
+        """Return a list of one or two values. The same value may be drawn twice."""
         return [self._one(values) for _ in range(1 + (self._random() < 0.3))]
 
     def _tokens(self, count: int) -> tuple[int, ...]:

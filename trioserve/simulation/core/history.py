@@ -287,7 +287,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
-    """The connector makes a report about a load or a send. The load or the send need not exist.
+    """The connector reports an event of a load, or of a hold on blocks (HoldKind.SEND). Neither need exist.
 
     Attributes:
         id: id of the request.

@@ -22,8 +22,8 @@ class OpenedSession(msgspec.Struct, eq=False):
     """An open session.
 
     Attributes:
-        idle_seconds: how long the preference lasts after the last turn or hint, in seconds.
-        expires_at: time at which the preference ends if no request is live, in seconds.
+        idle_seconds: how long the pool prefers to keep the session's blocks after the last turn or hint.
+        expires_at: time at which this preference ends if no request is live, in seconds.
         live: ids of the session's live requests.
         blocks: blocks that the session's requests have used since the preference last ended.
         has_waited: True if the session has waited for its next turn.
@@ -176,7 +176,7 @@ class SessionWatch:
         )
 
     def check_deferred(self, core: EngineCore, live: Mapping[str, ExpectedSequence], now: float) -> int:
-        """Assert that each deferred request is a cold turn that would evict blocks of others, and for a limited time.
+        """Assert that each deferred request is a cold turn that would evict blocks of others, and is not overdue.
 
         Args:
             core: a core that has just planned a step, or found nothing to compute.
@@ -226,7 +226,7 @@ class SessionWatch:
         return block_count(core, entry) > spared_count
 
     def check_end(self, core: EngineCore, now: float) -> int:
-        """Assert that nothing is retained after all requests have ended and the preference of all sessions is over.
+        """Assert that no block is retained once all requests have ended and all sessions were idle for idle_seconds.
 
         Args:
             core: a core without requests.

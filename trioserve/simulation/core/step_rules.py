@@ -427,7 +427,7 @@ def check_nobody_could_start(
 
 
 def _blocks_lacking(core: EngineCore, live: LiveRequest) -> int:
-    """Return the number of blocks that a request needs beyond the ones that it can share with requests or holds."""
+    """Return the number of blocks that a request must allocate, because no request or hold has them to share."""
     if not core.settings.keeps_kv:
         return 0
     size, window = core.settings.block_size, core.settings.window_tokens

@@ -1,7 +1,8 @@
 """The fake connector of a simulation, and the rules for its transfers with the core.
 
-The fake connector records its calls and its open transfers. From these records follow the held blocks with their
-deadlines, the reports that belong to no transfer, and the calls that the core must have made.
+The fake connector records its calls and its open transfers: loads, and sends. A send is a hold on the blocks of an
+ended request, which another engine may read. From these records follow the held blocks with their deadlines, the
+reports that belong to no transfer, and the calls that the core must have made.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ class TransferWatch:
             self._sent.add(name)
 
     def note_abort(self, ended_names: Iterable[str]) -> None:
-        """Check that the connector was notified of aborts after the end of requests.
+        """Check that the connector was notified of each abort of a request that had already ended.
 
-        The rule also holds for sends that begin after the abort.
+        The connector must also be notified if it begins to hold the request's blocks only after the abort.
 
         Args:
             ended_names: the aborted requests that had already ended.
@@ -201,8 +202,9 @@ class TransferWatch:
     def _may_wait(self, report: Report) -> bool:
         """Return False for a report that must not wait together with the reports that already wait.
 
-        The connector makes all waiting reports before the core processes the first one. But the end of a load may begin
-        a send, so no report about the same request may wait together with the end of its load.
+        The connector makes all waiting reports before the core processes the first one. But the end of a load may end
+        its request, and then the connector may begin to hold the request's blocks. So no report about this hold may
+        wait together with the end of the load.
         """
         ends_load = report.what in ("loaded", "failed")
         others = [other for other in self._waiting if other.id == report.id]

@@ -23,7 +23,7 @@ __all__ = ["RouterBooks", "check_refused_at_the_door", "check_refused_in_queue",
 CLOSE_LOAD = 1e-9
 
 LOST = frozenset({"unreachable", "broke", "hung", "leaving"})
-"""Faults after which a request without a token waits for another endpoint, whatever the retry budget is."""
+"""Faults after which a request without output waits for another endpoint, whatever the retry budget is."""
 
 
 class RouterBooks:
@@ -363,7 +363,7 @@ class RouterBooks:
         return None
 
     def judge(self) -> None:
-        """Decide for each request on trial whether its trial is over.
+        """Decide again for each request on trial whether it is the cause of its endpoints' failures.
 
         Call this method after a report of an endpoint, and when an endpoint is removed."""
         on_trial = [entry for entry in self.waiting if entry.is_on_trial]
@@ -489,7 +489,7 @@ class RouterBooks:
             assert self._is_any_left(entry), f"{entry.name} waits, but no endpoint can ever accept it"
 
     def check_class(self, entry: ExpectedRequest, id: str) -> None:
-        """Check that a request gets no endpoint that must accept another request of a higher rank.
+        """Check that a request gets no endpoint that must accept an earlier request first.
 
         Args:
             entry: the request.

@@ -21,8 +21,9 @@ from trioserve.simulation.router.queue_rules import ExpectedRequest
 
 __all__ = ["ContinuedBook", "check_place", "is_next_stage_there", "is_pair_there", "may_do", "may_try"]
 
-# Fractions of a turn. From CERTAIN on, a turn is certainly available. Below POSSIBLE, it certainly is not. Between
-# them, rounding errors decide, because the router and these records add times in different orders.
+# The limit of resumed streams per second is a token bucket. If it contains at least CERTAIN tokens, one more stream
+# certainly may resume. Below POSSIBLE, it certainly may not. Between the two values, rounding errors decide, because
+# the router and these records add times in different orders.
 CERTAIN, POSSIBLE = 1 - 5e-10, 1 - 2e-9
 
 
@@ -192,7 +193,9 @@ class ContinuedBook:
         entry.tokens_at_break = entry.tokens
 
     def judge(self, entry: ExpectedRequest, endpoints: Mapping[str, EndpointBook]) -> None:
-        """Decide whether a request is on trial, and whether it counts as the cause of broken endpoints.
+        """Decide whether a request counts as the cause of its endpoints' failures.
+
+        The request is on trial while a report that is needed for the decision has not arrived.
 
         Args:
             entry: the request.

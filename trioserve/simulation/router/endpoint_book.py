@@ -1,7 +1,8 @@
 """Records of one endpoint of a simulated router: its real state, the router's knowledge, and the resulting limits.
 
-The records use only events. The router must not exceed the limits of `objection`, and must use the capacity of
-`must_take`. If rounding errors decide whether a limit is reached, the router may decide either way.
+The records are computed from the events of the history, not from the router's state. `EndpointBook.objection` returns
+why the router must not send a request to the endpoint. `EndpointBook.must_take` returns True if the router must not let
+a request wait. If rounding errors decide whether a limit is reached, the router may decide either way.
 
 Some connections go silent without being closed. Rules for connections:
 
@@ -39,7 +40,7 @@ class _Connection:
     Attributes:
         awaited: the router's record of the response.
         process: number of the endpoint's process that computes the response.
-        has_told: True if the router knows this process.
+        has_told: True if the router has learned the name of the process from this response.
         is_silent: True if no more bytes will arrive.
         heard_at: time at which the last bytes arrived.
         quiet_seconds: time without bytes, as the router counts it in its checks.
@@ -104,7 +105,7 @@ class EndpointConnections:
         return f"{self._id} {self.process}"
 
     def moment(self, now: float) -> float:
-        """Return a time that is at least `now` and later than all times returned before.
+        """Return `now`, or a slightly later time, so that each result is later than the result before.
 
         Args:
             now: the time.
@@ -314,8 +315,8 @@ class EndpointBook:
         suspects_seen: maximum number of suspects since the last successful health check.
         clock: process name in the endpoint's last report, or None.
         clock_checks: number of successful health checks before that report.
-        moved_from: streams that were moved to another endpoint.
-        moved_to: streams that were moved to this endpoint.
+        moved_from: number of streams that were moved from this endpoint to another one.
+        moved_to: number of streams that were moved to this endpoint.
         question: the router's open question, or None.
     """
 
@@ -392,7 +393,7 @@ class EndpointBook:
         return 0 if report is None else max(0, report.load.running + report.load.waiting - report.known)
 
     def load_most(self, now: float) -> float:
-        """Return the load that results if the router still uses the last report about sequences of other routers.
+        """Return the highest load that the router may assume. It includes the sequences of other routers.
 
         Args:
             now: the time.

@@ -1,6 +1,6 @@
 """Checks the leases of several routers that share no state.
 
-The books record when a router grants and takes back each lease. The leases that a router may have follow from the
+The books record when a router grants and releases each lease. The leases that a router may have follow from the
 routers that are alive and from the routers that can know it. The rules:
 
 - A router grants no lease beyond its share. It keeps the leases that it granted before its share became smaller.
@@ -9,7 +9,8 @@ routers that are alive and from the routers that can know it. The rules:
   counts, so the live routers get the share of a dead router.
 - A router that has just begun grants one lease at a time, as long as another router exists that may not know it.
 - A router grants no lease at an endpoint where, by its last report, other routers use the rest of the limit. And no
-  request waits at a router whose last report shows room: at first more room than the router's part, and later any room.
+  request waits at a router whose last report shows free slots. For a short time after the report, the router may use
+  only its part of the free slots, and later all of them.
 - Every request is served or refused exactly once. At the end, no lease is left, and no request is at an endpoint.
 - Routers that see the same idle endpoints at the same time do not all choose the same endpoint. The exception is
   round_robin, where each router begins with the first endpoint.
@@ -153,7 +154,7 @@ BEGIN_SECONDS = 3.0
 GONE_SECONDS = 7.0
 LITTLE_SECONDS = 2.0
 REPORT_SECONDS_MAX = 3.0  # A router ignores a report that is older.
-# seconds after a report during which each router uses at most its part of the room that the report shows
+# seconds after a report during which each router uses at most its part of the free slots that the report shows
 DIVIDED_SECONDS = 0.61
 
 
@@ -164,7 +165,7 @@ class _Report:
         others: number of requests at the endpoint beyond this router's leases. The number is negative if some leased
             requests had ended.
         known: number of this router's leases that the report includes.
-        part: number of requests of the room in the report that this router may use at least. None: the whole room.
+        part: number of free slots in the report that this router may use at least. None: all free slots.
         at: time at which the router got the report.
     """
 

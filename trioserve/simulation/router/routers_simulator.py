@@ -40,8 +40,8 @@ __all__ = ["RoutersSimulation"]
 BEGAN_AT = 1000.0
 RETRY_SECONDS = 0.1  # A client whose router has died sends its request to another router after this time.
 END_SECONDS_MAX = 300.0
-LOOK_SECONDS = 0.5  # seconds between two looks of a router at the other routers
-FAILED_LOOKS_MAX = 3  # number of failed looks after which a router counts as gone
+LOOK_SECONDS = 0.5  # seconds between two checks in which a router tries to reach the other routers
+FAILED_LOOKS_MAX = 3  # number of failed checks in a row after which a router counts as dead
 SIGN_OF_LIFE_SECONDS = 2.0  # seconds between two questions of a router to the same endpoint
 PUSH_SECONDS_MIN = 0.1  # minimum seconds between two loads that an endpoint pushes
 PUSH_SECONDS_MAX = 1.0
@@ -71,7 +71,7 @@ class _Router:
     Attributes:
         life: how often the router has started.
         unseen: other routers that this router cannot see.
-        failed_looks: number of consecutive failed looks at each other router.
+        failed_looks: number of consecutive failed checks of each other router.
         asked_at: time at which this router last asked each endpoint.
     """
 
