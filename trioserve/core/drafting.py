@@ -11,8 +11,8 @@ from collections.abc import Sequence
 __all__ = ["Drafter", "ACCEPTANCE_FIRST", "ModelDraft"]
 
 
-NGRAM_MIN = 3  # Number of equal tokens that a draft needs. Two equal tokens are too often a coincidence.
-NGRAM_MAX = 8  # More equal tokens than this do not improve a draft.
+NGRAM_MIN = 3  # A draft needs an earlier occurrence of this many last tokens. Two are too often a coincidence.
+NGRAM_MAX = 8  # Longest n-gram that is compared. A longer match does not improve a draft.
 PLACES_MAX = 16  # Number of earlier positions that a draft compares, starting with the latest position.
 ENTERED_MAX = 512  # Number of positions entered per draft. A long prompt is entered over several steps.
 HEADS_MAX = 2**14

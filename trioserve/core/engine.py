@@ -353,7 +353,7 @@ class EngineCore:
         Blocks that are in use at a higher index stay in use until their requests and holds release them.
 
         Args:
-            count: number of blocks, from what one full context needs to settings.block_count.
+            count: number of blocks. At least enough for one full context, at most settings.block_count.
 
         Raises:
             InvalidRequest: count is out of range.

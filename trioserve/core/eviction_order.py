@@ -112,13 +112,14 @@ class TenantShare:
         block_count: blocks that the tenant's chains list. A block that several chains list counts once, for the tenant
             whose chain listed it first.
         ranking: the tenant's chains.
-        return_rates: rate at which the tenant's sessions return from their first wait, and from later waits.
+        return_rates: fractions of waits after which the tenant's sessions returned, as moving averages: for the first
+            wait of a session, and for later waits.
     """
 
     __slots__ = ("block_count", "ranking", "return_rates")
 
     RATE_AT_START = 0.1
-    RATE_WEIGHT = 1 / 16  # Weight of the last wait in a rate.
+    RATE_WEIGHT = 1 / 16  # Weight of the latest wait in the moving average `return_rates`.
 
     def __init__(self) -> None:
         self.block_count = 0
@@ -126,7 +127,7 @@ class TenantShare:
         self.return_rates = [self.RATE_AT_START, self.RATE_AT_START]
 
     def note_wait(self, *, is_first: bool, returned: bool) -> None:
-        """Note how a session's wait went on.
+        """Note whether a session returned after a wait, and update the tenant's rate of returns.
 
         Args:
             is_first: True if it is the session's first wait.
@@ -144,9 +145,9 @@ class EvictionOrder:
     Attributes:
         now: time of the current call, in seconds. Blocks that become cached count as used at this time.
         retained_count: cached blocks that a chain lists.
-        expected_count: those of them that a chain of an expected session lists.
+        expected_count: cached blocks that a chain of an expected session lists.
         spared_count: retained blocks that would be evicted already if only recency counted.
-        spared_hits_total: number of times that such a block was used again.
+        spared_hits_total: number of times that a block counted in spared_count was used again.
         evictions_total: evicted blocks by class.
 
     Cost:
@@ -248,7 +249,7 @@ class EvictionOrder:
             self._share_of.pop(block).block_count -= 1
 
     def evict(self) -> BlockIndex:
-        """Remove and return the first cached block. There must be a cached block."""
+        """Remove and return the cached block that is first in this order. There must be a cached block."""
         return self._evicted(*self._pop_first())
 
     def evict_unretained(self) -> BlockIndex:

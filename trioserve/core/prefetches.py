@@ -7,9 +7,10 @@ prefix cache has lost. A prefetch belongs to its session:
                 │                      └──end of the session, lack of blocks, deadline──► its blocks are released
                 └──the turn, end of the session, nothing to load, gives_up_at──► nothing to release
 
-A prefetch never takes the place of something better. It starts only while no request waits, and only with free blocks
-and cached blocks that no session retains. A request that lacks blocks cancels all prefetches. The connector may still
-write to blocks of a cancelled load, so these are held until its report, as for every abandoned load (transfers.py).
+A prefetch takes no blocks from requests, and evicts no block that a session retains. It starts only while no request
+waits, and only with spare blocks (free, or cached and not retained). A request that lacks blocks cancels all
+prefetches. The connector may still write to blocks of a cancelled load, so these blocks are held until its report, as
+for every abandoned load (transfers.py).
 
 A turn of the session that continues the prefetched tokens waits for them, because its own load would take longer.
 """
@@ -43,7 +44,7 @@ LOADING_MAX: Final = 4  # More loads at a time would only share the bandwidth of
 LOADING_SHARE: Final = 0.25  # Fraction of the pool that pending prefetches may fill.
 # A prefetch starts this long before the next turn, because a long prefix may come from a slow disk.
 LEAD_SECONDS: Final = 2.0
-RETRY_SECONDS: Final = 0.25  # A prefetch that found no room tries again after this time.
+RETRY_SECONDS: Final = 0.25  # A prefetch that could not start tries again after this time.
 # Tokens of last turns that are kept, per token of the pool. Each needs 4 bytes, a small part of the size of its KV.
 HISTORY_FACTOR: Final = 16
 
@@ -223,7 +224,7 @@ class Prefetches:
         return prefetch.continuing[request_id]
 
     def start_due(self, now: float, *, has_waiting: bool) -> None:
-        """Start the prefetches whose time has come. One that finds no room tries again later.
+        """Start the prefetches whose time has come. A prefetch that cannot start yet tries again later.
 
         Args:
             now: time in seconds.
@@ -257,7 +258,7 @@ class Prefetches:
         return self._starts[0][0] if self._starts else None
 
     def _start(self, prefetch: Prefetch, now: float) -> bool:
-        """Start to load, as far as there are spare blocks. Return False if there is no room."""
+        """Start to load as many blocks as are spare. Return False if none are, or if too many loads are pending."""
         assert self._transfers is not None
         room = self._loading_blocks_max - sum(map(_written_count, self.loading.values()))
         if min(room, self._pool.spare_count) == 0 or len(self.loading) >= LOADING_MAX:

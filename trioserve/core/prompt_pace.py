@@ -28,7 +28,7 @@ __all__ = ["PromptPace"]
 CHUNK_TOKENS_MIN = 32
 PROBE_EVERY = 16  # Number of steps between two measurements of decodes alone. They slow a prompt by a sixteenth.
 HALF_EVERY = 4  # Number of steps between two half chunks, if the sizes of other chunks do not differ enough.
-HALF_OF_MIN_EVERY = 8  # The same for the smallest chunks, which hardly depend on the time per token.
+HALF_OF_MIN_EVERY = 8  # HALF_EVERY for chunks of CHUNK_TOKENS_MIN, whose time is mostly fixed.
 # Weight of a prompt relative to a decode, if there are so many prompts that they get more time than stretch_max allows.
 PROMPT_WEIGHT = 2
 # Smallest fraction of a step's time that prompt tokens may take, so that a measuring error does not stop a prompt.

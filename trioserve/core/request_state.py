@@ -101,7 +101,7 @@ class RequestLife(Generic[Asked]):
         self.abort_reason: FinishReason | None = None
 
     def move(self, status: RequestStatus) -> None:
-        """Change the state.
+        """Change the state of the request.
 
         Args:
             status: the next state. An illegal transition fails an assertion, because a second FINISHED would free

@@ -674,7 +674,7 @@ class Scheduler:
         is_cold = is_first or 2 * found_count < len(live.tokens)
         if is_cold and live.status is RequestStatus.WAITING and not live.output_count:
             self._sessions.note_turn(session, live.request.priority)
-            # Cached hits are not evicted, so hits that are also blocks of expected sessions need no other blocks.
+            # The turn shares cached hits and evicts none of them. So hits of expected sessions do not count.
             first = settings.first_block_read(len(hit_blocks) * settings.block_size)
             shared = sum(1 for block in hit_blocks[first:] if self._pool.is_idle(block) and order.is_expected(block))
             wanted = live.blocks_wanted - shared

@@ -31,8 +31,8 @@ LAPSE_SECONDS: Final = 15.0  # A session that waits for longer than this counts 
 # Prefix length, in tokens, from which on a block costs twice as much to compute as a block of a short prefix, because
 # of attention. It is a typical value, which depends on the model.
 DEPTH_TOKENS: Final = 32_768
-CHAINS_MAX: Final = 4  # Chains of one session, such as an agent and the agents that it starts.
-TENANTS_MAX: Final = 4096  # Tenants whose rate of returns is remembered.
+CHAINS_MAX: Final = 4  # Maximum number of chains per session. An agent and each agent that it starts have a chain.
+TENANTS_MAX: Final = 4096  # Maximum number of tenants whose rate of returns is stored.
 
 
 class Session:
@@ -94,7 +94,7 @@ class Sessions:
 
     Attributes:
         hits_total: requests of sessions that started with tokens from the prefix cache.
-        hit_tokens_total: prompt tokens of these requests that were found there.
+        hit_tokens_total: prompt tokens of these requests that were found in the prefix cache.
         on_close: called with each session that ends or is forgotten, while it still retains its blocks.
 
     Cost:
@@ -298,7 +298,7 @@ class Sessions:
     def keep(self, session: Session, blocks: Sequence[BlockIndex]) -> None:
         """Release blocks that were loaded for the next turn. Their session retains those that are published.
 
-        No other session loses a block for them: the session retains as many as the share of its tenant has room for.
+        No other session loses a block: this session retains only as many as fit into the share of its tenant.
 
         Args:
             session: a session. It retains nothing if it has ended, or if its preference is over.

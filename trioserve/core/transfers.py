@@ -225,10 +225,11 @@ class Transfers:
         self.on_prefetched: Callable[[LiveRequest, int, float], None] = lambda live, token_count, now: None
 
     def request_ends(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
-        """Notify the connector that a request has ended. Hold the blocks if the connector needs them.
+        """Notify the connector that a request has ended. Hold the request's blocks if the connector needs them.
 
-        If too many blocks are already held, the connector is not informed that the request asks for a hold. A request
-        that is handed over is reported to the connector as a normal stop that asks for a hold.
+        If too many blocks are already held, the connector is not informed that the request asks to hold its blocks. A
+        request that is handed over to another engine is reported to the connector as one that stopped normally and asks
+        to hold its blocks.
 
         Args:
             live: a request that ends. It still has its blocks. Call this once per request.
@@ -395,8 +396,8 @@ def _with_hold(request: EngineRequest) -> EngineRequest:
 
 
 def _without_hold(request: EngineRequest) -> EngineRequest:
-    """Remove the request for a hold from the transfer parameters. Other fields stay, so that the other engine can
-    release its blocks after they were read.
+    """Remove the field that asks to hold blocks from the transfer parameters. The other fields stay, so that the engine
+    whose blocks were read can release them.
     """
     assert request.kv_transfer is not None
     kv_transfer = msgspec.structs.replace(request.kv_transfer, do_remote_decode=False)

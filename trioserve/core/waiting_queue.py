@@ -121,7 +121,7 @@ class DeferredTurns:
 
         Args:
             live: a request of the waiting queue.
-            blocks_wanted: blocks that the turn would need besides cached blocks of expected sessions.
+            blocks_wanted: blocks that the turn needs, without cached blocks that it shares with an expected session.
             now: time in seconds.
 
         Returns:

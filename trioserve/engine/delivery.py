@@ -117,7 +117,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             request: the request.
 
         Returns:
-            False if the core has no part of the request, or if there is nothing to resume.
+            False if the core has no sequence of the request, or if there is nothing to resume.
         """
         choices = [choice for choice in request.choices if choice.sequence_id in self._choices and not choice.is_ended]
         if request.upcoming or not choices or any(choice.is_mute for choice in choices):

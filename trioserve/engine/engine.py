@@ -216,7 +216,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
                 shared memory. BroadcastWeights are sent by a trainer (see `init_weights_update_group`).
             version: name of the new weights, shown in deltas. The prefix cache treats equal versions as equal weights.
                 None: the engine generates a name.
-            in_flight: what happens to begun requests. "keep" continues with the KV of the old weights. "recompute"
+            in_flight: what happens to in-flight requests. "keep" continues with the KV of the old weights. "recompute"
                 computes the KV again. "abort" ends them with their partial results.
 
         Returns:
@@ -269,9 +269,9 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         """Begin no further step until `resume_generation`. See `EngineLifecycle.pause_generation`.
 
         Args:
-            mode: see `EngineLifecycle.pause_generation`. In addition, "retract" keeps begun requests and frees their
-                blocks. When the engine is resumed, it computes their KV again, and their streams continue with the same
-                tokens.
+            mode: see `EngineLifecycle.pause_generation`. In addition, "retract" keeps in-flight requests and frees
+                their blocks. When the engine is resumed, it computes their KV again, and their streams continue with
+                the same tokens.
             clear_cache: True to empty the prefix cache. Then "keep" acts as "retract", so that no request uses old KV.
                 Blocks that a connector stores elsewhere stay there.
         """

@@ -160,7 +160,7 @@ class RowEncoding(InputEncoding):
     """Encodes the sound or the texts of requests to rows that the decoder attends to.
 
     Args:
-        processing: how the model reads.
+        processing: how sound or text is prepared for the encoder.
         metrics: see InputEncoding.
         wait_until_open: see InputEncoding.
     """

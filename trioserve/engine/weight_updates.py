@@ -114,7 +114,7 @@ class WeightUpdates:
         gate: used to wait until the step in flight has ended.
         computes: returns True if the engine can run steps.
         check_may_replace: raises an error if the weights cannot be replaced now.
-        end_begun: ends begun requests with their partial results.
+        end_begun: ends in-flight requests with their partial results.
         take_weights: called when the weights are replaced and no step is in flight. Its arguments are the version, and
             True if the KV must be computed again.
         note_ended: called when an update has ended, with or without success.

@@ -197,7 +197,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         cancels: observes cancelled sequences. None: no observer.
 
     Attributes:
-        has_brought: True if a step of this core has produced an event.
+        has_brought: True if at least one step of this core has produced an event.
     """
 
     def __init__(

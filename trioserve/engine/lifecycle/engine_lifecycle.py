@@ -462,7 +462,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             self._delivery.add(choice)
 
     async def keep_deadlines(self) -> None:
-        """End requests whose deadlines have passed, and run the tasks of the engine's work. Runs until cancelled."""
+        """End requests whose deadlines have passed, and run the engine's background tasks. Runs until cancelled."""
         async with trio.open_nursery() as nursery:
             for run in (*self._work.tasks, self.dispatch.run):
                 nursery.start_soon(run)
@@ -499,7 +499,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._end_begun_if_blocked()
 
     def _end_begun_if_blocked(self) -> None:
-        """End begun requests if the server is shutting down and a pause blocks their steps."""
+        """End in-flight requests if the server is shutting down and a pause blocks their steps."""
         if not self.gate.is_open and not self.weight_updates.is_under_way:
             self._end_begun("the server is shutting down, and its engine is paused", SERVER_STOPPING)
 
@@ -567,10 +567,10 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         once. If the caller of this method is cancelled, the engine still pauses.
 
         Args:
-            mode: what happens to begun requests. "abort" ends them with their partial results. "wait" lets them finish
-                before the pause, and new requests do not begin meanwhile. "keep" suspends them until the engine is
-                resumed. If the engine is already paused, "abort" still ends begun requests, and the other modes have no
-                effect.
+            mode: what happens to in-flight requests. "abort" ends them with their partial results. "wait" lets them
+                finish before the pause, and new requests do not begin meanwhile. "keep" suspends them until the engine
+                is resumed. If the engine is already paused, "abort" still ends in-flight requests, and the other modes
+                have no effect.
 
         Raises:
             InvalidRequest: an argument is not allowed.
@@ -625,7 +625,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         Args:
             level: 1 releases the KV cache, and keeps the weights. 2 also releases the weights and everything else that
                 the engine opened. Then `wake_up` reads the model again.
-            mode: what happens to begun requests, as in `pause_generation`. Kept requests are computed again after
+            mode: what happens to in-flight requests, as in `pause_generation`. Kept requests are computed again after
                 `wake_up`, and their streams continue with the same tokens.
 
         Raises:
@@ -651,7 +651,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     async def _pause_and_sleep(self, level: int, mode: str) -> None:
         async with self.weight_updates.turn if self.weight_updates.is_possible else nullcontext():
             if mode == "wait" and self.weight_updates.is_half and self._has_begun():
-                # This call would wait for begun requests, which need an update to end, and would block that update.
+                # This call would wait for in-flight requests, which need an update to end, and would block that update.
                 raise InvalidRequest(
                     "an update of the weights failed halfway, so begun requests cannot end: update the weights first, "
                     "or sleep with another mode",

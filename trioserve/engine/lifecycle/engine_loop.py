@@ -182,7 +182,7 @@ class NotesSteps(Protocol[PlanIn]):
     ) -> None: ...
 
 
-# Readers run in one turn of the event loop, and the flusher writes in the next. Trio promises no order within a turn.
+# Readers run in one scheduler pass of Trio, and the flusher writes in the next. Trio promises no order within a pass.
 READER_TURNS = 3
 
 

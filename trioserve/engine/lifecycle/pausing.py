@@ -1,10 +1,11 @@
 """The states in which an engine begins no step: paused, replacing weights, and asleep. All decisions are synchronous.
 
-`StepGate` is checked before each step. `Pausing` opens and closes it. Callers can wait until a pause has taken effect:
+A request is in flight from the time when it joins the core until its end. `StepGate` is checked before each step.
+`Pausing` opens and closes it. Callers can wait until a pause has taken effect:
 
     RUNS ──pause──► PAUSED                    the step in flight is the last
-    RUNS ──pause, draining──► DRAINS          begun requests continue, and no new one begins
-    DRAINS ──the last begun request has ended──► PAUSED
+    RUNS ──pause, draining──► DRAINS          in-flight requests continue, and no new one begins
+    DRAINS ──the last in-flight request has ended──► PAUSED
     DRAINS ──pause──► PAUSED
     any ──resume──► RUNS
 
@@ -99,7 +100,7 @@ class Pausing:
         """Pause the engine. No effect if the engine is already paused.
 
         Args:
-            drains: True to let begun requests finish before the pause.
+            drains: True to let in-flight requests finish before the pause.
         """
         if self.state is not PauseState.PAUSED:
             self.state = PauseState.DRAINS if drains else PauseState.PAUSED

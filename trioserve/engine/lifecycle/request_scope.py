@@ -207,7 +207,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         """Push the last delta of a choice that was ended from outside.
 
         Args:
-            choice: the part.
+            choice: the choice or image that ends.
             reason: the finish reason.
             message: message for the reader.
             stop_reason: more specific reason that programs can compare.
@@ -241,7 +241,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
 
     @property
     def has_begun(self) -> bool:
-        """True if a sequence of the request is in the core, or can be added without waiting."""
+        """True if the request is in flight: a sequence is in the core, or can be added without waiting."""
         return self.core_count > 0 or bool(self.upcoming)
 
     @property
