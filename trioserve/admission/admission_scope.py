@@ -191,7 +191,7 @@ class AdmissionScope:
 
     @property
     def pair_outcome(self) -> PairOutcome | None:
-        """Return how the split of a disaggregated request ended. None for other requests, or while the end is open."""
+        """Return how the split of a disaggregated request ended. None for other requests, or until it has ended."""
         return self.ticket.pair_outcome
 
     @property

@@ -53,14 +53,14 @@ class RunModel(Protocol[LoadedT_co]):
         on_progress: Callable[[str, float | None], None],
         stopping: trio.Event,
     ) -> str:
-        """Load a model, and keep it until it has to end. If this function is cancelled, the model ends at once.
+        """Load a model, and keep it loaded until `stopping` is set. If this call is cancelled, the model ends at once.
 
         Args:
             name: the model.
             on_loaded: called once with the loaded model.
             on_progress: called with the current activity of the load, for users, and its share that is done, from 0 to
                 1. None: the share is unknown. Any thread may call this function.
-            stopping: the load or the model has to end when this event is set.
+            stopping: when this event is set, the load or the model must end.
 
         Returns:
             How the model ended, for users.

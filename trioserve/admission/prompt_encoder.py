@@ -53,7 +53,7 @@ NO_AUDIO = "this model accepts only text, and the prompt is sound: send text"
 NO_IMAGES = "is an image, and this model accepts only text: send text"
 UTF8_BYTES_MAX = 4  # The most bytes of one character.
 INPUT_CHARACTERS = 30  # The smallest work of one input in a list of inputs.
-# The work of one piece of many inputs. If the caller is cancelled, the piece still occupies the thread.
+# Many inputs are encoded in pieces of this work. A cancelled caller does not stop the current piece.
 PIECE_CHARACTERS = 32_768
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ Schemas and grammars are compiled in a separate thread, which has a larger stack
 
 Tenants take turns at each thread (FairSlots). A tenant's text waits for at most one text of each other tenant.
 
-Some work does not belong to a request in the queue, such as /tokenize. It is called "aside", and runs in a separate
-thread with its own limit. It delays no request.
+Some jobs do not belong to a request in the queue, such as /tokenize. They are called "aside jobs", and run in a
+separate thread with its own limit. They delay no request.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
 # A text of this size takes less than 100 ms with the slowest known tokenizer, and fills most contexts.
 SHORT_CHARACTERS_MAX = 65_536
 LONG_CHARACTERS_MAX = 1_048_576  # A text of this size takes about a second. Only books are longer.
-ASIDE_JOBS_MAX = 16  # Highest number of jobs beside requests that run or wait. Each job keeps its text in memory.
-# Highest number of jobs outside of requests of one owner, so that other owners can have such jobs, too.
+ASIDE_JOBS_MAX = 16  # Highest number of aside jobs that run or wait. Each job keeps its text in memory.
+# Highest number of aside jobs of one owner, so that other owners can have aside jobs, too.
 ASIDE_JOBS_OF_ONE_MAX = 4
-# Limit on the characters of all jobs beside requests, about ten seconds of work. A single job may be longer.
+# Limit on the characters of all aside jobs, about ten seconds of work. A single job may be longer.
 ASIDE_CHARACTERS_MAX = 8_388_608
 CHARACTERS_PER_SECOND = 800_000  # Speed of a slow tokenizer, from which retry times are computed.
 TEXT_QUEUE_FULL = "text_queue_full"
-"""Reason of a refusal when there are too many jobs aside."""
+"""Reason of a refusal when there are too many aside jobs."""
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class TextThreads:
             )
         }
         self._scopes = AsyncExitStack()
-        self._aside_jobs: Counter[str | None] = Counter()  # Number of jobs aside by owner.
+        self._aside_jobs: Counter[str | None] = Counter()  # Number of aside jobs by owner.
         self._aside_characters = 0
 
     async def __aenter__(self) -> TextThreads:
@@ -159,7 +159,7 @@ class TextThreads:
 
     @contextmanager
     def aside(self, owner: str | None) -> Iterator[TextRunner]:
-        """Return a runner for work that does not belong to a request in the queue.
+        """Return a runner for one aside job, which belongs to no request in the queue.
 
         The runner counts as one job from its first `run` until the scope ends. The first `run` raises Overloaded if
         there are too many jobs.
@@ -180,7 +180,7 @@ def _without_panic(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class _AsideJob:
-    """Runs texts aside. All its calls together count as one job of its owner. Implements TextRunner."""
+    """One aside job. All calls of `run` together count as one job of its owner. Implements TextRunner."""
 
     def __init__(self, threads: TextThreads, owner: str | None) -> None:
         self._threads = threads

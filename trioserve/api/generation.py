@@ -340,7 +340,7 @@ class _Patience:
 
 
 async def _take_last(index: int, delta: Delta, take: Take, is_partial: IsPartial) -> None:
-    """Pass a delta to `take` that may be the last one of its choice. Raise the error with which the choice ended."""
+    """Pass a delta to `take`. If the delta ends its choice with an error, raise this error after the text is passed."""
     end = None if delta.finish_reason is None else foreign_end(delta)
     if end is None or is_partial(delta):
         await take(index, delta)

@@ -95,7 +95,7 @@ class Listener(Protocol):
         """Receive a piece of the body.
 
         Args:
-            data: the piece.
+            data: bytes that follow the previous piece of the body.
             now_seconds: time at which it was read, by Trio's clock.
 
         Returns:

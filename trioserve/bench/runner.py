@@ -1,4 +1,4 @@
-"""Functions that all measurements share: requests to a server, a load of requests, early ends, and output of reports.
+"""Functions that all measurements share: sending requests, generating load, stopping on SIGINT, and printing reports.
 
 Metrics are read in Prometheus' text format 0.0.4. `ServerProcess` is a server of this project that a measurement starts
 as a process, with its CPU time and memory.

@@ -241,7 +241,7 @@ class RankedWeights:
     """The WeightTarget of a model in ranks.
 
     Args:
-        ranks: the group.
+        ranks: the group of ranks that compute the model.
         groups: groups with trainers. This process joins as one member for all ranks.
         why_fixed: why the weights cannot be replaced (see ModelRunner). None if they can. The ranks do not check this.
     """

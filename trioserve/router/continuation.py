@@ -14,7 +14,7 @@ failure itself, reports no clock, or is draining.
 A request whose endpoints failed before its first token is judged in the same way, with higher limits: the progress of
 such a request cannot be measured, and several endpoints may fail in a row for other reasons.
 
-Retries of requests without a token are limited to a share of the requests, plus a minimum rate (RetryBudget).
+Retries of requests without output are limited to a share of the requests, plus a minimum rate (RetryBudget).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Continuations:
     def note_failed(
         self, ticket: Ticket, fault: Fault, endpoint: EndpointState, now: float, *, is_certain: bool
     ) -> None:
-        """Record that an endpoint failed a request without a token. The time at the endpoint is no waiting time.
+        """Record that an endpoint failed a request without output. The time at the endpoint is no waiting time.
 
         Args:
             ticket: the request.
@@ -174,7 +174,7 @@ class Continuations:
                 ticket.refused_by |= {endpoint.id}
 
     def may_try_again(self, ticket: Ticket, fault: Fault, now: float, *, is_draining: bool) -> bool:
-        """Return True if a request without a token may wait for another endpoint.
+        """Return True if a request without output may wait for another endpoint.
 
         A request whose endpoint was lost may always wait, even if all endpoints are ejected, because an endpoint may
         recover in time. The retry budget limits retries after error responses and full endpoints. If all healthy

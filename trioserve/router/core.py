@@ -340,7 +340,7 @@ class RouterCore:
         is_certain: bool = False,
         reason: str | None = None,
     ) -> bool:
-        """Record that an endpoint failed while it served a request without a token, or a stream that can resume at
+        """Record that an endpoint failed while it served a request without output, or a stream that can resume at
         another endpoint.
 
         The caller ends other streams with `leave`. The lease is released before anything else happens.

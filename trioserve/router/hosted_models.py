@@ -289,10 +289,10 @@ class HostedModel:
             self.waiting_since = now
 
     def change(self, state: ModelState, now: float) -> None:
-        """Change the state.
+        """Change the state of the model. An illegal transition fails an assertion.
 
         Args:
-            state: the new state.
+            state: the new state, which TRANSITIONS must allow.
             now: time in seconds.
         """
         assert state in TRANSITIONS[self.state], f"{self.spec.name} is {self.state.value}, and cannot be {state.value}"
@@ -312,7 +312,8 @@ class HostedModels:
         specs: the models.
 
     Raises:
-        StartupError: the pinned models need more memory than there is, or the group of a pinned model has another one.
+        StartupError: the pinned models need more memory than there is, or a group with a pinned model has another
+            model.
     """
 
     def __init__(self, settings: HostedModelsSettings, specs: Iterable[ModelSpec]) -> None:
@@ -685,10 +686,11 @@ class HostedModels:
             lacking_bytes = self.held_bytes + model.wake_bytes - self._settings.memory_bytes
             if lacking_bytes > 0:
                 orders += self._free(model, lacking_bytes, now)
-                break  # A later model does not take the memory that this one waits for.
+                break  # No later model in the loop may get the memory that this model waits for.
             if model.state is SLEEPING:
                 if model.is_asleep:
-                    model.kv_blocks = model.wanted_blocks = model.awake_blocks  # It has the memory from now on.
+                    # From now on, `bytes` includes the memory of the awake model.
+                    model.kv_blocks = model.wanted_blocks = model.awake_blocks
                     orders.append(self._order(model, WAKING, now, "requests wait for it"))
                 continue
             if loading_count == self._settings.loads_max:

@@ -150,7 +150,7 @@ class ModelEndpoints:
         """Return the number of endpoints that get work of a kind.
 
         Args:
-            kind: the kind.
+            kind: the kind of work.
         """
         return self._kind_counts[kind]
 

@@ -1,6 +1,7 @@
 """Restrains the response to a chat: the schema of its content, forced and strict calls, and the length of reasoning.
 
-The grammars of forced calls, and of optional calls of strict tools, are made from the pieces of call formats.
+The grammars of forced calls, and of optional calls of strict tools, are made from call formats (call_format.py). A call
+format is a list of pieces: fixed texts, and placeholders for JSON or other text.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ class LarkGrammar:
         return " ".join(filter(None, map(self.piece, pieces)))
 
     def piece(self, piece: Piece) -> str:
-        """Return an expression for a piece, or "" for an empty text. Spaces can join expressions.
+        """Return the Lark expression of one piece of a call format. Expressions joined by spaces match in order.
 
         Args:
-            piece: The piece.
+            piece: Fixed text, or a placeholder from call_format.py. Empty text gives "".
         """
         if isinstance(piece, str):
             return self.text(piece)
@@ -125,7 +126,7 @@ class LarkGrammar:
         """Return an expression for any text up to and including the first `stop`. Any special token also ends the text.
 
         Args:
-            stop: The text.
+            stop: Text that ends the match.
         """
         before, token, after = self._at_special(stop)
         if not token:

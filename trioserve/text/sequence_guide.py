@@ -78,7 +78,7 @@ class SequenceGuide:
         self._gate = TextFinder(free_until.encode()) if grammar is not None and free_until else None
         self._reasoning = reasoning
         # Rest of the opening tag of reasoning, while the response may begin with reasoning or with text of the grammar.
-        # Otherwise None.
+        # None at any other time.
         self._opening: tuple[int, ...] | None = None
         if self._gate is not None and reasoning is not None and free_until == reasoning.end_text:
             if reasoning.phase is ReasoningPhase.OVER:

@@ -404,7 +404,7 @@ class _Named(msgspec.Struct):
 
 
 def _without_result(line: DoneLine) -> DoneLine:
-    """Return the line with an error in place of its response, because there is no space for the response."""
+    """Return the line with an error instead of its response, because there is no space for the response."""
     named = msgspec.json.decode(line.output, type=_Named)
     message = "the disk of the store was full when this line was done, so its result is lost: send the request again"
     error = {"code": NOT_KEPT_CODE, "message": message, "line": line.number + 1}

@@ -387,11 +387,11 @@ reason for the client is then ChatTurn.choices[choice_index].finish_reason.
 
 
 def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumption | None = None) -> ChatTurn:
-    """Create a turn in the name of the caller of `context`.
+    """Return a context manager that runs one request for the next message of a conversation.
 
     Args:
-        context: The HTTP request that asks for the turn.
-        request: The turn.
+        context: The HTTP request. Its caller owns the request to the engine.
+        request: Conversation so far, with the options for the next message.
         resumption: Resume state. None if the response neither continues an earlier response nor can be continued later.
 
     Raises:

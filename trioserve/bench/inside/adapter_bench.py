@@ -1,4 +1,4 @@
-"""Measures the cost of LoRA adapters for a decode step, in turns with the same step without adapters.
+"""Measures the cost of LoRA adapters for a decode step, alternately with the same step without adapters.
 
     python -m trioserve bench inside adapters [--model smollm2] [--rank 16] [--streams 16] [--targets all attention]
 

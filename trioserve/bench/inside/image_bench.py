@@ -1,11 +1,11 @@
-"""Measures an image engine while clients leave, and with clients that come at different times, compared with diffusers.
+"""Measures how an image engine handles clients that disconnect, and compares its speed with a diffusers pipeline.
 
     python -m trioserve bench inside images --model build/digits
 
-First, clients leave over HTTP in each phase of their request, alone and while all other slots denoise. Then the same
-images are made in three ways, in turns: by simultaneous requests, by requests that begin one after another, and by
-diffusers' pipeline. Each image of the engine must be equal in all bytes, independent of the other images in its batch.
-The pipeline's images must be equal except for rounding. Otherwise the measurement fails.
+First, HTTP clients disconnect in each phase of their request, once on an idle engine and once while all other slots
+denoise. Then the same images are generated in turn by simultaneous requests, by requests that begin one after another,
+and by the pipeline. For each seed, both kinds of requests must give the same bytes, whatever else is in the batch. The
+pipeline must give the same image except for rounding. Otherwise the measurement fails.
 
 `ImageWatch` identifies requests by their seed, since a client over HTTP does not choose the engine's ids.
 """

@@ -1,9 +1,9 @@
 """Measures the cost of a request in the router's core, from entering to leaving, for different numbers of endpoints.
 
 The claim is that the cost is equal for ten endpoints and for ten thousand, with every policy. The measurement uses no
-sockets. Fleets are measured in turns, round by round. Each figure is compared with the figure of the smallest fleet in
-the same run, so that other work on the machine affects all figures. The garbage collector does not search the objects
-from before a measurement again (gc.freeze).
+sockets. Each round measures all fleets, one after the other. Each figure is compared with the figure of the smallest
+fleet in the same run, so that other work on the machine affects all figures. The garbage collector does not search the
+objects from before a measurement again (gc.freeze).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Fleet:
 
 
 def router_costs(policy: str, endpoint_counts: Sequence[int], *, rounds: int) -> list[RouterCost]:
-    """Measure fleets in turns. The first round of each fleet is not counted.
+    """Measure all fleets in each round. The first round of each fleet is not counted.
 
     Args:
         policy: routing policy.

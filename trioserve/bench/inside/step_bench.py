@@ -6,9 +6,9 @@
     python -m trioserve bench inside step --batch-invariant
     python -m trioserve bench inside step --against OTHER_CHECKOUT [--steps decode sampled shared prompt]
 
-All variants compute in turns, round by round, so that other work on the machine affects all of them. The output has the
-least and the median of the rounds. A decode step cannot be faster than its weights and KV can be read. That bound is
-from the speed at which as many threads read memory in the same rounds.
+Each round measures all variants, one after the other, so that other work on the machine affects all of them. The output
+has the least and the median of the rounds. A decode step cannot be faster than its weights and KV can be read. This
+bound is computed from the speed at which as many threads read memory in the same rounds.
 
 With --quantization, the native kernels compute once with each of these formats, instead of plain torch.
 With --kv-cache-dtype, they also compute once with each of these, with the first format of --quantization.

@@ -1,4 +1,4 @@
-"""Copies of blocks between an engine's KV cache and host memory, made in a worker thread.
+"""Copies blocks between an engine's KV cache and host memory, in a worker thread.
 
 numpy releases the GIL during a copy. An assignment to a memoryview keeps it: the event loop would wait for a switch
 interval each time it wakes up. So numpy copies the blocks if the CPU can address them.
@@ -45,9 +45,9 @@ __all__ = [
 
 
 class Gate:
-    """Lock that can be closed permanently. Use: `with gate as is_open: if is_open: ...copy a piece...`.
+    """Lock around each access to an engine's blocks, which can be closed permanently.
 
-    At most one thread is inside of the gate at a time.
+    Use: `with gate as is_open: if is_open: ...copy at most PIECE_BYTES...`. At most one thread holds the lock.
 
     Args:
         lock: Lock that the gate uses. None creates a new lock.
@@ -203,7 +203,7 @@ def copy_out(pages: KVPages, block: BlockIndex, content: Content, gate: Gate) ->
         pages: KV cache of the engine.
         block: Block to copy.
         content: Host memory for the block.
-        gate: Gate to enter for each piece.
+        gate: Gate to enter for each piece of at most PIECE_BYTES.
 
     Returns:
         False if the gate was closed before the end. The content is not valid then.
@@ -232,7 +232,7 @@ def copy_in(pages: KVPages, block: BlockIndex, content: Content, token_count: in
         block: Block to fill.
         content: Host memory with the block.
         token_count: Number of tokens to copy.
-        gate: Gate to enter for each piece.
+        gate: Gate to enter for each piece of at most PIECE_BYTES.
 
     Returns:
         False if the gate was closed before the end. The block is not complete then.

@@ -324,7 +324,7 @@ class BlockStore:
         return bool(self._unwritten or self._surplus or self.wants_count)
 
     def note_surprise(self) -> None:
-        """Record that the directory differs from these records: a file is missing or damaged, or a write failed."""
+        """Record that the directory may differ from these records: a file is missing or damaged, or a write failed."""
         if self._file_of is not None:
             self._surprises += 1
 

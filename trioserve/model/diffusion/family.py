@@ -35,7 +35,7 @@ __all__ = [
 
 
 class SolverStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights of one denoising step.
+    """Coefficients of one denoising step. Each is the factor of one term in a sum of latents.
 
     Attributes:
         timestep: input of the network.

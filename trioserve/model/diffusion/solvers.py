@@ -1,8 +1,8 @@
-"""Converts diffusers' schedulers to the weights of denoising steps.
+"""Converts diffusers' schedulers to the coefficients of denoising steps (`SolverStep`).
 
 Timesteps and noise levels come from the scheduler, including the spacing, shift and training values of its config. The
-scheduler's `step` method is not called, because a scheduler object has a state and serves only one request. Weights
-reimplement the method.
+scheduler's `step` method is not called, because a scheduler object has a state and serves only one request. This module
+computes the coefficients of the linear combination that `step` would compute.
 """
 
 from __future__ import annotations

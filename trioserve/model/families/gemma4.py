@@ -91,7 +91,7 @@ def _attentions(fields: ModelFields) -> list[AttentionConfig]:
     has_bias, has_joint = fields.flag_or("attention_bias", False), fields.flag_or("attention_k_eq_v", False)
     windows = list(fields.windows(fields.whole_or("sliding_window", 512), lambda layer: (layer + 1) % 6 != 0))
     windows[-1] = None  # as in transformers
-    # transformers 5.24 writes per_layer_config in place of the first two fields.
+    # transformers 5.24 writes per_layer_config instead of the two global fields.
     head_dim = fields.whole_or("global_head_dim", GLOBAL_HEAD_DIM)
     kv_heads = fields.whole_or("num_global_key_value_heads", None) if has_joint else None
     by_layer = fields.group_or_none("per_layer_config")

@@ -17,7 +17,7 @@ THETA, LOCAL_THETA, ROTATED_PART = 5_000_000.0, 10_000.0, 0.334
 
 def _describe(fields: ModelFields) -> ModelConfig:
     full, sliding = _attention(fields, None), _attention(fields, _window(fields))
-    pattern = fields.wholes("hybrid_layer_pattern")  # Published configs have it in place of layer_types.
+    pattern = fields.wholes("hybrid_layer_pattern")  # Published configs have this field instead of layer_types.
     if pattern and len(pattern) != fields.layer_count:
         raise fields.wrong("hybrid_layer_pattern", f"0 or 1 for each of {fields.layer_count} layers")
     windows = fields.windows(
@@ -77,7 +77,7 @@ def _attention(fields: ModelFields, window: int | None) -> AttentionConfig:
 
 def _mlps(fields: ModelFields) -> list[MlpConfig | ExpertsConfig]:
     types = fields.strings_or("mlp_layer_types", None) or ["dense"] + ["sparse"] * (fields.layer_count - 1)
-    if frequencies := fields.wholes("moe_layer_freq"):  # Published configs have it in place of mlp_layer_types.
+    if frequencies := fields.wholes("moe_layer_freq"):  # Published configs have this field instead of mlp_layer_types.
         types = ["sparse" if frequency else "dense" for frequency in frequencies]
     if len(types) != fields.layer_count or not {"dense", "sparse"}.issuperset(types):
         raise fields.wrong("mlp_layer_types", f"'dense' or 'sparse' for each of {fields.layer_count} layers")

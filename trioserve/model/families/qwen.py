@@ -90,7 +90,7 @@ _VL_DEFAULTS = {
 
 
 def _qwen2_vl(name: str, *with_images: str) -> Family:
-    """Return the language model of Qwen2-VL or Qwen2.5-VL. Both are equal."""
+    """Return the language model of Qwen2-VL or Qwen2.5-VL. The two models have the same architecture."""
     return Family(
         name=name,
         classes=(),

@@ -741,7 +741,7 @@ def _unread(config: ModelConfig, format: Format) -> set[str]:
 def _mixed_place(
     config: ModelConfig, name: str, shape: Shape, format: Format, found: Collection[str]
 ) -> TensorPlace | None:
-    """Return the TensorPlace of a tensor whose rows alternate with those of another one, or are those of another one.
+    """Return the place of a tensor whose rows alternate with the rows of another tensor, or are a part of them.
 
     Args:
         found: see tensor_places.

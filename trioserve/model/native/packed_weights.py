@@ -303,7 +303,7 @@ def _share_of_step(config: ModelConfig, part: _Part) -> float:
 
 
 def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> dict[str, tuple[_Part, ...]]:
-    """Return the parts of each matrix, by the matrix's name."""
+    """Return the checkpoint matrices (`_Part`) that form each matrix in memory, by the name of the matrix in memory."""
 
     def part(rows: int, columns: int, *names: str, pairs_of: int = 0) -> _Part:
         formats = {format_of(name) for name in names}

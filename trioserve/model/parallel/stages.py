@@ -136,7 +136,10 @@ class StageCheckpoint:
 
 
 def _check_deep_layers(deep_count: int, layer_count: int) -> None:
-    """Check that all layers to whose outputs images add rows are in the first stage, which gets the images."""
+    """Check that the first stage has the first `deep_count` layers, because only this stage gets the images.
+
+    Image features are added to the outputs of these layers (DeepStack).
+    """
     if deep_count > layer_count:
         raise StartupError(
             f"images change the outputs of the first {deep_count} layers, but the first stage has only {layer_count} "
@@ -149,7 +152,7 @@ def stage_adapter(whole: AdapterWeights, checkpoint: StageCheckpoint) -> Adapter
 
     Args:
         whole: the adapter of the whole model.
-        checkpoint: the stage.
+        checkpoint: the stage's part of the base model.
     """
     named = ((checkpoint.own_name(name), matrix) for name, matrix in whole.matrices.items())
     own = {name: matrix for name, matrix in named if name is not None}

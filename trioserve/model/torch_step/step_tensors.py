@@ -417,7 +417,8 @@ def _decoder_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending
         _Span(chunks[at].start, chunks[at].row_count, chunks[at].block_table, row_ends(chunks[at])) for at in order
     ]
     count = sum(span.row_count == 1 for span in spans)
-    # A row in a section attends to the same tokens as in a sequence that begins with the section.
+    # An attention section is a fixed range of positions. A row attends only to the earlier tokens of its section, as if
+    # the sequence began with the section.
     parts = {
         section: [part for span in spans for part in span.in_sections(section, shape.block_size)]
         for section in shape.sections

@@ -45,13 +45,13 @@ _ERROR = re.compile(rb'^(?:event: error|data: \{"(?:error|type":"error)")', re.M
 
 
 class ClientEvents:
-    """Events that are forwarded unchanged.
+    """Converts the events of one stream. This class forwards them unchanged, and its subclasses change or drop events.
 
     Attributes:
         keep_alive: Comment that keeps the connection alive.
-        takes_all: Whether events are forwarded unchanged.
-        is_behind: Whether the client already has all events so far.
-        shows_ids: Whether the client gets token ids.
+        takes_all: True if every event is forwarded unchanged. The router then need not call `convert`.
+        is_behind: True while the endpoint repeats events that the client already has. They are dropped.
+        shows_ids: True if the client gets token ids.
         error: Error event that has ended the response. Empty without an error.
     """
 
@@ -71,7 +71,7 @@ class ClientEvents:
             Events for the client.
 
         Raises:
-            Refusal: The stream is another response than the client has (409).
+            Refusal: The endpoint streams a different response than the one that the client has begun to read (409).
         """
         return events
 

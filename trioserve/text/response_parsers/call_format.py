@@ -51,7 +51,7 @@ Piece = Union[str, "JsonOf", "RawUntil", "AnyOf", "Maybe"]  # A piece of type st
 
 
 class JsonOf(msgspec.Struct, frozen=True):
-    """A piece that matches JSON that a schema accepts.
+    """A piece of a call format that matches JSON that a schema accepts.
 
     Attributes:
         schema: The schema.
@@ -63,30 +63,30 @@ class JsonOf(msgspec.Struct, frozen=True):
 
 
 class RawUntil(msgspec.Struct, frozen=True):
-    """A piece that matches any text up to and including the first `stop`.
+    """A piece of a call format that matches any text up to and including the first `stop`.
 
     Attributes:
-        stop: The text that ends the piece.
+        stop: Text with which the match ends.
     """
 
     stop: str
 
 
 class AnyOf(msgspec.Struct, frozen=True):
-    """A piece that consists of one of several sequences of pieces.
+    """A piece of a call format that consists of one of several sequences of pieces.
 
     Attributes:
-        choices: The sequences.
+        choices: The alternative sequences.
     """
 
     choices: Sequence[Sequence[Piece]]
 
 
 class Maybe(msgspec.Struct, frozen=True):
-    """A piece that consists of optional pieces.
+    """A sequence of pieces that may be missing as a whole.
 
     Attributes:
-        pieces: The pieces.
+        pieces: The pieces, in order.
     """
 
     pieces: Sequence[Piece]

@@ -77,7 +77,7 @@ class Part:
         """Report the error of a result, and count it if it is too large or not a number.
 
         Args:
-            what: the result.
+            what: name of the result, for the report.
             error: difference from the reference.
             tolerance: largest allowed error.
         """
