@@ -1,4 +1,4 @@
-"""Tests that a long text does not delay shorter texts, and that jobs beside requests delay no request and are limited.
+"""Tests that a long text does not delay shorter texts, and that aside jobs delay no request and are limited.
 
 The tests use real threads and the real clock. No test waits for time to pass.
 """
@@ -237,7 +237,7 @@ async def test_tenant_waits_for_at_most_one_job_of_a_busy_tenant(stage, gate):
     assert len(order) == 201
 
 
-async def test_owners_of_jobs_aside_take_turns(gate):
+async def test_owners_of_aside_jobs_take_turns(gate):
     order: list[str] = []
 
     async def ask(threads: TextThreads, owner: str, job: Any) -> None:

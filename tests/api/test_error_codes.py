@@ -66,7 +66,7 @@ def texts() -> dict[str, str]:
 
 @cache
 def nodes() -> list[tuple[str, ast.AST]]:
-    """Yield calls, dicts, assignments and functions, each with its file."""
+    """Return the syntax-tree nodes of the servers' source that can contain an error code, each with its file."""
     kinds = (ast.Call, ast.Dict, ast.Assign, ast.FunctionDef)
     return [
         (path, node)

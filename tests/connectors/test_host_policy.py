@@ -390,7 +390,7 @@ def test_blocks_being_loaded_are_not_evicted(make):
     stage.check()
 
 
-def test_at_most_half_of_the_pool_is_held(make):
+def test_at_most_half_of_the_pool_is_held_for_copies(make):
     stage = make(memory_blocks=64)
     first = stage.finish(tokens_of("a", 40), range(10))
     second = stage.finish(tokens_of("b", 40), range(10, 20))
@@ -418,7 +418,7 @@ def test_stored_or_saving_blocks_are_not_copied_again(make):
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_request_without_a_full_block_is_not_held(make, count):
+def test_no_blocks_are_held_for_a_request_without_a_full_block(make, count):
     assert make().finish(tokens_of("a", count), range(-(-count // SIZE))) is None
 
 
@@ -612,7 +612,7 @@ def test_load_of_evicted_blocks_fails(make):
     assert stage.events() == [LoadFailed(request.id, "no block of it is stored any more")]
 
 
-def test_closing_a_memory_gate_waits_for_the_current_piece():
+def test_gate_is_locked_during_each_copy_and_stops_copies_once_it_is_closed():
     order = []
 
     class Recording:

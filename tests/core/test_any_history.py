@@ -221,7 +221,8 @@ class CoreHistory(RuleBasedStateMachine):
         admitted = [lives[name].order for name in plan.admitted]
         if self.connector is not None:
             # Requests with loaded KV start first.
-            # If held blocks make all running requests lose their blocks, other requests may start.
+            # If the connector holds so many blocks that every running request is preempted, waiting requests may start
+            # in the same step.
             started = [lives[name] for name in plan.admitted]
             assert admitted == sorted(admitted) or any(live.loaded_token_count for live in started)
             assert not (admitted and plan.preempted) or len(admitted) == len(running)

@@ -285,7 +285,7 @@ def test_connector_is_not_asked_to_hold_blocks_beyond_the_held_share(drive):
     driver.run()
 
 
-def test_last_event_of_a_held_request_contains_transfer_params(drive):
+def test_last_event_of_a_request_with_held_blocks_contains_transfer_params(drive):
     driver = finished_and_held(drive)
     assert driver.finished["a"].kv_transfer == KVTransferParams(do_remote_prefill=True, remote_request_id="a")
     assert driver.connector.calls["transfer_params"] == 1

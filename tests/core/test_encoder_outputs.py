@@ -48,7 +48,7 @@ def play(seed: int, make: Callable[[int], EncoderOutputs] = EncoderOutputs, even
                 there.add(name)
         elif live:
             claim = live.pop(rng.randrange(len(live)))
-            # Other outputs may be evicted.
+            # Outputs that no granted claim contains any more may be evicted.
             there &= {name for other in live if other.is_granted for name in other.wanted}
             outputs.release(claim)
             if rng.random() < 0.2:

@@ -317,7 +317,7 @@ def test_cold_turn_waits_while_it_would_evict_blocks_of_a_session_that_returns_s
 @pytest.mark.parametrize(
     ("blocks", "session"), [(8, "new"), (9, None)], ids=["other blocks suffice", "request without a session"]
 )
-def test_turn_starts_at_once(blocks, session):
+def test_turn_is_not_deferred_if_other_blocks_suffice_or_if_it_has_no_session(blocks, session):
     served = returning()
     served.turn(prompt(100, blocks), session)
     assert served.core.stats().waiting_count == served.core.stats().turns_deferred_total == 0

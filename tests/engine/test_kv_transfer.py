@@ -94,7 +94,7 @@ async def test_overlapping_steps_leave_no_unreported_hold(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_an_aborted_response_is_not_held(autojump_clock):
+async def test_blocks_of_an_aborted_response_are_not_held(autojump_clock):
     async with engine_with_connector(step_seconds=0.1) as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=50), kv_transfer=HOLD) as stream:
             await anext(stream)
@@ -149,7 +149,7 @@ async def test_kept_hold_outlives_the_scope_and_can_be_aborted_by_id(autojump_cl
         fake.assert_all_free()
 
 
-async def test_held_request_uses_no_slot_and_no_lease(autojump_clock):
+async def test_ended_request_with_held_blocks_uses_no_slot_and_no_lease(autojump_clock):
     async with (
         engine_with_connector(max_num_seqs=1, max_queued_requests=0) as fake,
         fake.generate(PROMPT, ONE, kv_transfer=HOLD) as held,
@@ -234,7 +234,7 @@ async def test_kv_transfer_without_a_connector_is_refused(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_request_with_several_choices_cannot_be_held(autojump_clock):
+async def test_request_to_hold_the_blocks_of_several_choices_is_refused(autojump_clock):
     async with engine_with_connector() as fake:
         with pytest.raises(InvalidRequest, match="must be 1"):
             async with fake.generate(PROMPT, SamplingParams(n=2), kv_transfer=HOLD):

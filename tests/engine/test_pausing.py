@@ -1,4 +1,4 @@
-"""Tests of a paused engine. No step begins, begun requests are kept, ended or finished, and new requests wait."""
+"""Tests of a paused engine. No step begins, in-flight requests are kept, ended or finished, and new requests wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a sleeping engine. Its memory is released, begun requests continue later or have ended, and new requests
+"""Tests of a sleeping engine. Its memory is released, in-flight requests continue later or have ended, and new requests
 wait.
 """
 

@@ -64,7 +64,7 @@ def test_a_histogram_is_shown_under_all_its_aliases(other: str, count: int) -> N
     assert f"# TYPE {other} histogram" in metrics.expose().decode()
 
 
-def test_metric_with_a_name_of_another_project_has_only_its_own_labels() -> None:
+def test_http_metrics_that_vllm_also_has_get_only_the_labels_of_vllm() -> None:
     metrics = Metrics("tiny")
     metrics.http_requests_by_handler_total.labels("/v1/models", "GET", "2xx").inc()
     metrics.http_request_duration_seconds.labels("/v1/models", "GET").observe(0.2)

@@ -180,7 +180,7 @@ def test_password_of_the_index_is_used_and_not_shown(index: Index, monkeypatch: 
     ("url", "said"),
     [("http://127.0.0.1:9/simple", "Connection refused"), ("file:///etc", "no address of an index")],
 )
-def test_wrong_package_index_is_reported_with_one_sentence(
+def test_unusable_pip_index_url_is_reported_with_one_sentence(
     index: Index, monkeypatch: pytest.MonkeyPatch, url: str, said: str
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", url)

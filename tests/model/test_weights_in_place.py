@@ -253,7 +253,7 @@ ELSEWISE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", ELSEWISE)
-async def test_weight_file_changed_before_replacement_changes_nothing(
+async def test_weight_file_that_changes_during_an_update_leaves_the_old_weights(
     how: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The offset of each tensor was read from a header that no longer exists."""

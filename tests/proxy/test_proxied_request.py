@@ -163,7 +163,7 @@ async def test_client_gets_an_error_if_no_endpoint_can_be_reached(open_setup, au
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_all_requests_without_a_token_are_retried_after_their_endpoint_dies(open_setup, stream):
+async def test_all_requests_without_output_are_retried_after_their_endpoint_dies(open_setup, stream):
     """There are more requests than the retry budget allows retries."""
     engine = {"paused": True, "response": "abc", "max_queued_requests": 100}
     async with open_setup(engine=engine, leases_max=100, waiting_depth_max=100) as setup:

@@ -52,7 +52,7 @@ def test_client_can_resume_after_any_event(index):
     assert told([b"".join(STREAM)], known) == told(STREAM, known)
 
 
-def test_groups_without_a_token_have_different_positions():
+def test_event_groups_without_an_output_token_have_different_positions():
     stream = [ROLE, b"data: {}\nid: 0: 1\n\n", b"data: {}\nid: 0: 2\n\n", ONE]
     assert [id.partition("~")[0] for id in ids(told(stream))] == ["0", "0+1", "0+2", "1"]
     assert told(stream, ids(told(stream))[1]) == told(stream)[len(told(stream[:2])) :]

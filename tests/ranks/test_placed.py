@@ -80,7 +80,7 @@ async def generate(engine: trioserve.Engine, at_ten: Callable[[], None] = lambda
     return tokens
 
 
-async def test_placed_ranks_match_one_process_and_are_placed_again_after_a_kill(
+async def test_ranks_started_by_ray_give_the_tokens_of_one_process_and_restart_after_a_kill(
     tiny_model: Callable[[str], Path], ray: Placer, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tiny_model("llama")

@@ -18,7 +18,7 @@ def leases(router):
 
 
 def streaming(router, **fields):
-    """Return a ticket whose client has a token."""
+    """Return a ticket whose client has received output."""
     ticket = router.sent(**fields)
     router.core.first_token(ticket, router.now)
     return ticket

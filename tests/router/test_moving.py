@@ -17,7 +17,7 @@ def leases(router):
 
 
 def streaming(router, *, can_resume=True, **fields):
-    """Return a ticket whose client has a token."""
+    """Return a ticket whose client has received output."""
     ticket = router.sent(**fields)
     router.core.first_token(ticket, router.now, can_resume=can_resume)
     return ticket

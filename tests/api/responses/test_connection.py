@@ -469,7 +469,7 @@ async def visit(server: MemoryServer, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("client_count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-async def test_sessions_that_leave_in_any_phase_leave_nothing_behind(autojump_clock, client_count):
+async def test_websocket_clients_that_disconnect_in_any_phase_leak_nothing(autojump_clock, client_count):
     options = {"response": "x" * 40, "step_seconds": 0.01, "max_num_seqs": 16}
     limits = FrontendLimits(exchanges_max=64, websockets_max=client_count)
     async with opened(**options, limits=limits) as server:

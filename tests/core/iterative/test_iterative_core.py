@@ -268,7 +268,7 @@ def test_abort_of_a_denoising_request_does_not_wait_for_the_encoding_of_another(
     driven.run()
 
 
-def test_abort_of_a_preempted_request_releases_its_kept_latent_even_during_the_move():
+def test_abort_of_a_preempted_request_frees_its_kept_slot_while_its_latent_is_moved_there():
     driven = Driven(slots=1)
     driven.add("a2")
     driven.step(2)

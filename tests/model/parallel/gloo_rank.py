@@ -89,7 +89,7 @@ def main() -> None:
         checkpoint = RankCheckpoint(open_checkpoint(Path(sys.argv[4])), rank, size)
         runner = ModelRunner.load(checkpoint, settings(), collectives=collectives)
         found["tokens"] = generated(runner)
-        # Only rank 1 abandons this step, which all ranks must abandon.
+        # Only rank 1 wants to abandon this step. Then all ranks must abandon it.
         core = EngineCore(CoreSettings(block_count=BLOCK_COUNT, block_size=4, context_tokens_max=256))
         core.add(
             EngineRequest(
