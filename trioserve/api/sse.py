@@ -68,19 +68,25 @@ class ChunkWriter:
 
 
 def transfer_field(delta: Delta) -> bytes:
-    """Make a field of a chunk: how another engine reads the KV of the choice. Empty if no blocks are held.
+    """Encode the field `kv_transfer_params` of a chunk, with which another engine reads the KV of the choice.
 
     Args:
         delta: last delta of a choice.
+
+    Returns:
+        The field with a leading comma. Empty if no blocks are held for another engine.
     """
     return b"" if delta.kv_transfer is None else b',"kv_transfer_params":' + _one_line(encode(delta.kv_transfer))
 
 
 def token_ids_field(delta: Delta) -> bytes:
-    """Make a field of a choice: the delta's tokens, and the weight versions that sampled them if weights were replaced.
+    """Encode the field `token_ids` of a choice, and the field `weight_versions` if weights were replaced.
 
     Args:
         delta: output of the choice.
+
+    Returns:
+        The fields with a leading comma.
     """
     if not delta.weight_versions:
         return b',"token_ids":' + encode(delta.token_ids)
@@ -89,19 +95,25 @@ def token_ids_field(delta: Delta) -> bytes:
 
 
 def versions_field(versions: WeightVersions) -> bytes:
-    """Make a field of a choice's last event: the weight versions that sampled all its tokens.
+    """Encode the field `weight_versions` of a choice's last event, which covers all tokens of the choice.
 
     Args:
-        versions: runs of weight versions. Empty: the weights were never replaced, so there is no field.
+        versions: runs of weight versions. Empty if the weights were never replaced.
+
+    Returns:
+        The field with a leading comma. Empty without versions.
     """
     return b',"weight_versions":' + one_line_json(versions) if versions else b""
 
 
 def resume_field(resume: object) -> bytes:
-    """Make a field of a chunk: how the client can resume an aborted response.
+    """Encode the field `resume` of a chunk, with which the client can resume an aborted response.
 
     Args:
-        resume: value of `resume` in the next request.
+        resume: value that the client sends as `resume` in its next request.
+
+    Returns:
+        The field with a leading comma.
     """
     return b',"resume":' + one_line_json(resume)
 

@@ -37,7 +37,9 @@ PROMPT = "Once upon a time"
 
 
 class SwitchFigures(msgspec.Struct, kw_only=True):
-    """Times and counts that the clients of one server saw.
+    """Times and counts that the clients of one server observed.
+
+    In the storm, many clients send requests for random models, and half of the clients leave at a random time.
 
     Attributes:
         switch_seconds: times of requests whose model was not loaded, so that the other model had to be unloaded first.
@@ -54,7 +56,7 @@ class SwitchFigures(msgspec.Struct, kw_only=True):
     lost: dict[str, int] = {}
 
     def storm_text(self) -> str:
-        """Return what became of the requests of the storm."""
+        """Return the outcomes of the storm's requests as text."""
         lost = ", ".join(f"{count} {reason}" for reason, count in self.lost.items()) or "none"
         return f"{self.answered} answered, {self.left} clients left, lost: {lost}"
 
@@ -67,7 +69,7 @@ class SwitchReport(msgspec.Struct, frozen=True, kw_only=True):
         storm_switches: loads during the storm at this server.
         memory_before_bytes: resident memory of the server before the first load.
         memory_after_bytes: the same after all models were unloaded.
-        processes_after: processes of models that were left then.
+        processes_after: processes of models that still ran after all models were unloaded.
     """
 
     settings: SwitchSettings

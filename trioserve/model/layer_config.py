@@ -596,17 +596,17 @@ class ShortConvConfig(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv
 
     @property
     def projected_size(self) -> int:
-        """Numbers that the first projection gives for one token."""
+        """Number of values that the first projection computes for one token."""
         return 3 * self.channel_count
 
     @property
     def inner_size(self) -> int:
-        """Numbers of one token that the last projection reads."""
+        """Number of values that the last projection reads for one token."""
         return self.channel_count
 
     @property
     def state_size(self) -> int:
-        """Numbers that the layer keeps of one sequence: the last inputs of the convolution."""
+        """Number of values in the state of one sequence: the last inputs of the convolution."""
         return (self.kernel_size - 1) * self.channel_count
 
 
@@ -665,17 +665,17 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
 
     @property
     def projected_size(self) -> int:
-        """Numbers that the first projection gives for one token."""
+        """Number of values that the first projection computes for one token."""
         return self.inner_size + self.convolved_size + self.head_count
 
     @property
     def inner_size(self) -> int:
-        """Numbers of one token that the last projection reads."""
+        """Number of values that the last projection reads for one token."""
         return self.head_count * self.head_dim
 
     @property
     def state_size(self) -> int:
-        """Numbers that the layer keeps of one sequence: the last inputs of the convolution, and the states of the
+        """Number of values in the state of one sequence: the last inputs of the convolution, and the states of the
         heads.
         """
         return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
@@ -720,7 +720,7 @@ class SelectiveScanConfig(msgspec.Struct, frozen=True, kw_only=True, tag="select
 
     @property
     def projected_size(self) -> int:
-        """Numbers that the first projection gives for one token."""
+        """Number of values that the first projection computes for one token."""
         return 2 * self.channel_count
 
     @property
@@ -730,12 +730,12 @@ class SelectiveScanConfig(msgspec.Struct, frozen=True, kw_only=True, tag="select
 
     @property
     def inner_size(self) -> int:
-        """Numbers of one token that the last projection reads."""
+        """Number of values that the last projection reads for one token."""
         return self.channel_count
 
     @property
     def state_size(self) -> int:
-        """Numbers that the layer keeps of one sequence: the last inputs of the convolution, and the states."""
+        """Number of values in the state of one sequence: the last inputs of the convolution, and the states."""
         return (self.kernel_size - 1 + self.vector_size) * self.channel_count
 
 
@@ -823,8 +823,8 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
 
     @property
     def input_sizes(self) -> dict[str, int]:
-        """Sizes of the projections of one token by their modules: z, inputs of the convolution, decays, and fractions
-        of the update. Latents replace z and the decays.
+        """Output sizes of the projections of a token's hidden state, by module name: z, inputs of the convolution,
+        decays, and fractions of the update. With latents, z and the decays are replaced by one latent each.
         """
         of_latent = "_a" if self.rank else ""
         return {
@@ -836,22 +836,24 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
 
     @property
     def latent_sizes(self) -> dict[str, int]:
-        """Sizes of the projections of both latents by their modules."""
+        """Output sizes of the projections from the latents to z and to the decays, by module name. Empty without
+        latents.
+        """
         return {"delta_gate_b": self.inner_size, "delta_decay_b": self.decay_count} if self.rank else {}
 
     @property
     def projected_size(self) -> int:
-        """Size of the projections of one token."""
+        """Number of values that all projections of one token's hidden state compute together."""
         return sum(self.input_sizes.values())
 
     @property
     def inner_size(self) -> int:
-        """Numbers of one token that the last projection reads."""
+        """Number of values that the last projection reads for one token."""
         return self.head_count * self.head_dim
 
     @property
     def state_size(self) -> int:
-        """Numbers that the layer keeps of one sequence: the last inputs of the convolution, and the states of the
+        """Number of values in the state of one sequence: the last inputs of the convolution, and the states of the
         heads.
         """
         return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size

@@ -369,10 +369,10 @@ class RankGroup:
         """Send an order to all ranks and wait for their answers.
 
         Args:
-            make: returns the order for a serial.
-            may_leave: True if a cancelled caller returns at once. Otherwise, it waits for the answers.
+            make: function that makes the order with the given serial number.
+            may_leave: True if a cancelled caller returns at once. Otherwise, the caller waits for the answers.
             is_timed: True if the time limit of a step applies.
-            is_beside: True if ranks execute the order in parallel to other orders.
+            is_beside: True if ranks may execute the order while they execute other orders.
 
         Returns:
             The answer of each rank.

@@ -694,7 +694,7 @@ class RouterCore:
         self._on_gone(id)
 
     def _wait_again(self, ticket: Ticket) -> None:
-        """Queue a ticket again that has left its endpoint and released its leases."""
+        """Queue a request again. Its ticket must have left its endpoint and released its leases."""
         ticket.move(TicketState.WAITING)
         self._leases.follower.waits(ticket)
         self._moving.note_arrived(ticket)

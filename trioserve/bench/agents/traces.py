@@ -318,7 +318,7 @@ def _anonymous_agents(sessions: _Sessions, clients: int, rounds: int) -> Clients
 
 
 def _lost_agents(sessions: _Sessions, clients: int, rounds: int) -> Clients:
-    """Half of the sessions stop at a random turn, and their clients do not say so."""
+    """Draw agents of which half abandon each session at a random turn, without ending it at the server."""
 
     def shortened(session: Session) -> Session:
         if sessions.draw.random() < 0.5:
@@ -330,7 +330,9 @@ def _lost_agents(sessions: _Sessions, clients: int, rounds: int) -> Clients:
 
 
 def _people(sessions: _Sessions, clients: int, rounds: int) -> Clients:
-    """Half of the clients are people who return after 30 to 600 seconds, and never end a session."""
+    """Draw clients of which half are agents and half are people. A person sends the next turn after 30 to 600 seconds,
+    and never ends a session.
+    """
     pauses, turns = LogNormal.between(30.0, 600.0), LogNormal(6, 0.5, 2, 20)
 
     def person() -> Session:
@@ -346,7 +348,7 @@ def _people(sessions: _Sessions, clients: int, rounds: int) -> Clients:
 
 
 def _scan(sessions: _Sessions, clients: int, rounds: int) -> Clients:
-    """Agents beside a quarter as many clients with long documents, which no client sends again."""
+    """Draw agents, and a quarter as many clients that send long documents. Each document is sent only once."""
     documents = LogNormal(4.0 * sessions.shape.prefix_tokens, 0.5, 16, sessions.shape.context_tokens_max * 0.75)
     return _agents(sessions, clients, rounds) + _singles(
         sessions, max(1, clients // 4), rounds, lambda: sessions.single("documents", documents, template=None)
@@ -354,19 +356,19 @@ def _scan(sessions: _Sessions, clients: int, rounds: int) -> Clients:
 
 
 def _single_turns(sessions: _Sessions, clients: int, rounds: int) -> Clients:
-    """Single turns with popular prefixes, half of them with a session of their own."""
+    """Draw clients that send single turns with popular prefixes. Half of the turns have a session of their own."""
     return _singles(sessions, clients, rounds, lambda: _templated(sessions, has_id=sessions.draw.random() < 0.5))
 
 
 def _beside_singles(sessions: _Sessions, clients: int, rounds: int) -> Clients:
-    """Agents beside half as many clients with single turns, without sessions."""
+    """Draw agents, and half as many clients that send single turns without sessions."""
     return _agents(sessions, clients, rounds) + _singles(
         sessions, max(1, clients // 2), rounds, lambda: _templated(sessions)
     )
 
 
 def _hoarder(sessions: _Sessions, clients: int, rounds: int) -> Clients:
-    """A tenant opens many sessions with long prompts and never returns, beside agents and single turns."""
+    """Draw agents, clients with single turns, and a tenant with many sessions of one turn and a long prompt."""
     prompts = LogNormal(2.0 * sessions.shape.prefix_tokens, 0.5, 16, sessions.shape.context_tokens_max * 0.75)
     few = max(1, clients // 4)
     return [

@@ -57,7 +57,7 @@ class StepSize:
 
     @property
     def tiles(self) -> int:
-        """Largest number of tiles. Each chunk may have one tile that is not full."""
+        """Largest number of tiles of all prompt chunks together. The last tile of each chunk may be partly empty."""
         return self.rows // self.tile_tokens + self.chunks if self.chunks else 0
 
     @property

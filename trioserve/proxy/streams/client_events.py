@@ -76,13 +76,13 @@ class ClientEvents:
         return events
 
     def last(self, events: bytes) -> bytes:
-        """Convert the last event.
+        """Convert the event that ends the response.
 
         Args:
-            events: Error that ends the response. Empty if it ends without an error.
+            events: Error event. Empty if the response ends without an error.
 
         Returns:
-            Event for the client.
+            Event that the client gets.
         """
         return events
 
@@ -200,10 +200,10 @@ class ClientLines(ClientEvents):
         return b"".join(map(_line, values)) or self.keep_alive
 
     def last(self, events: bytes) -> bytes:
-        """Convert the last events of a stream to lines.
+        """Convert the event that ends the response to lines.
 
         Args:
-            events: Complete events, or nothing.
+            events: Error event. Empty if the response ends without an error.
         """
         return self.convert(events) if events else b""
 

@@ -403,12 +403,15 @@ class RouterBooks:
         self.wait_again(entry)
 
     def forget_unserved(self) -> None:
-        """Forget records of models that no endpoint serves and no live request needs."""
+        """Delete records of models that no endpoint serves and no live request needs."""
         served = {name for book in self.endpoints.values() for name in book.models}
         self.continued.forget_all_but(served | {entry.request.model for entry in self.live.values()})
 
     def make_whole(self) -> None:
-        """Let each request whose stage no endpoint offers wait for an endpoint that computes the whole request."""
+        """End disaggregation for waiting requests whose next stage no endpoint offers.
+
+        One endpoint then computes the whole request.
+        """
         for stage in Stage:
             waiting = [entry for entry in self.waiting if entry.stage is stage]
             again = sorted(

@@ -203,7 +203,7 @@ class SimulatedStream:
         self._count("streams resumed from their event ids")
 
     def _pass_on(self, piece: bytes) -> None:
-        """Pass bytes through the proxy. The client must get complete events without ids."""
+        """Pass an endpoint's bytes through the proxy. Assert that the client gets complete events without event ids."""
         passed = self._kept.feed(piece) if piece else b""
         assert not passed or passed.endswith(b"\n\n"), f"the client gets half an event: {passed!r}"
         for event in passed.split(b"\n\n"):

@@ -48,7 +48,7 @@ def read_python_list(reading: CallReading) -> Script[None]:
     A list in Python is one expression, so its calls are complete only when the whole list is complete.
 
     Args:
-        reading: State of the script.
+        reading: Text, offered tools and output of the response parser.
     """
     source = reading.source
     if (yield from source.need_after_space()) == "{":
@@ -66,7 +66,7 @@ def read_python_list(reading: CallReading) -> Script[None]:
 
 
 def tagged_list(closing: str) -> CallReader:
-    """Return the script that reads a list of calls between two tags. The opening tag was already read.
+    """Return a parser generator for a list of calls between two tags. The opening tag was already read.
 
     Args:
         closing: The closing tag.
@@ -84,7 +84,7 @@ def tagged_list(closing: str) -> CallReader:
 
 
 def python_lines(closing_tag: str) -> CallReader:
-    """Return the script that reads one call per line between two tags. The opening tag was already read.
+    """Return a parser generator for one call per line between two tags. The opening tag was already read.
 
     Args:
         closing_tag: The closing tag.
