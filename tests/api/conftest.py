@@ -288,7 +288,7 @@ class ScriptedEngine:
         yield self
 
     async def run(self, function: Callable[[], Any], *, size: int) -> Any:
-        """Call the function at once, or after `text_gate` opens if a test has set it."""
+        """Call the function. If the test has set `text_gate`, wait for the gate before a long job."""
         if size > INLINE_CHARACTERS_MAX:
             self.text_jobs.append(function)
             if self.text_gate is not None:

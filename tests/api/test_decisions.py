@@ -43,7 +43,7 @@ async def ask(server: MemoryServer, body: dict[str, Any], **headers: str) -> tup
 
 
 def weights(question: str, labels: str, temperature: float = 1.0) -> tuple[list[float], float]:
-    """Return the expected probabilities of a question after INPUT: among the labels, and of all labels together."""
+    """Return the expected probabilities of the labels, normalized to 1, and the sum of their raw probabilities."""
     model = FakeModel(vocab_size=256)
     prompt = f"user: {INPUT}\n\n{question}\nassistant: "
     digest = model.digest(list(prompt.encode()))

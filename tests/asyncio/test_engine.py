@@ -341,7 +341,7 @@ def test_engine_fault_reaches_readers_and_the_scope_that_opened_it(run):
 
 
 def test_engine_fault_is_raised_if_the_scope_is_left_in_another_task(run):
-    """This happens in a notebook, where each cell runs in a task of its own."""
+    """A notebook leaves the scope in another task, because it runs each cell in a task of its own."""
 
     async def program() -> None:
         opening = in_a_thread(functools.partial(open_fake_engine, paused=True))

@@ -32,7 +32,7 @@ def test_spectrogram_equals_that_of_transformers(seconds: float, mel_bins: int) 
     assert np.abs(computed.T - expected).max() < 1e-5
 
 
-def test_window_of_a_short_recording_is_what_the_model_was_trained_on() -> None:
+def test_window_of_a_short_recording_equals_the_features_of_transformers() -> None:
     samples = noise(5)
     recording = Recording(spectrogram_of(samples, WHISPER).data.cast("B"), 5.0, WHISPER)
     window, digest = recording.window(0)

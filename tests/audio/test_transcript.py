@@ -42,7 +42,7 @@ def add(one: Transcript, *parts: float | str, logprob: float = SURE) -> list[tup
     return [(round(segment.start, 2), round(segment.end, 2), segment.text) for segment in segments]
 
 
-def test_segments_stand_between_timestamps_and_the_window_moves_to_the_last_one() -> None:
+def test_segments_are_split_at_timestamps_and_the_next_window_begins_at_the_last_timestamp() -> None:
     one = transcript(60.0)
     assert add(one, 0.0, " one", 4.0, 4.5, " two", 9.0, 9.0, " cut") == [(0.0, 4.0, " one"), (4.5, 9.0, " two")]
     assert one.position == pytest.approx(9.0)

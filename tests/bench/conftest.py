@@ -147,7 +147,7 @@ class ScriptedServer:
                 self.in_flight -= 1
 
     async def write(self, stream: trio.abc.Stream, take: Callable[[], bytes]) -> None:
-        """Send the bytes of `take` when it is this writer's turn.
+        """Call `take` and send the returned bytes, after earlier writers have finished.
 
         A shield prevents cancellation, since half a frame would break the frames of other requests.
         """

@@ -85,7 +85,7 @@ def figures_of(row: str, share: float, cached: int | None) -> RowFigures:
     )
 
 
-def test_report_compares_each_row_with_recency_of_its_pool():
+def test_report_compares_each_row_with_the_recency_row_of_the_same_pool_size():
     probe = Probe(token_bytes=10.0, tokens_per_word=1.5, working_set_tokens=128)
     rows = [figures_of("recency", 0.5, 200), figures_of("sessions", 0.5, 600), figures_of("peer", 1.0, None)]
     report = AgentsReport(settings=settings(), sessions=6, probe=probe, rows=rows)

@@ -58,7 +58,7 @@ def test_value_out_of_range_is_refused_in_one_sentence(capsys):
         ("--requests 5", "bench load;"),
     ],
 )
-def test_former_command_line_is_refused_with_the_new_one(former, said, capsys):
+def test_former_bench_command_line_is_refused_and_the_error_names_the_new_command(former, said, capsys):
     assert main(["bench", *former.split(" ")]) == 1
     error = capsys.readouterr().err
     assert said in error

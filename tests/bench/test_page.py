@@ -34,7 +34,7 @@ async def test_each_round_has_both_measurements_and_the_ratio_is_their_median(au
 
 
 async def test_both_measurements_of_a_round_have_different_prompts(autojump_clock):
-    """Otherwise the second measurement would find its prompts in the prefix cache."""
+    """With equal prompts, the second measurement would find its prompts in the prefix cache."""
     settings = msgspec.structs.replace(SETTINGS, prompt_tokens=48)
     async with open_memory_server(step_seconds=0.2, max_model_len=128, block_count=64) as server:
         await measured(server, settings)

@@ -21,7 +21,7 @@ from trioserve.bench.server_settings import RouterBenchSettings
         ([0, 5], 0, [0, 0]),
     ],
 )
-def test_fair_share_is_the_demand_or_an_even_part_of_the_rest(demands, capacity, expect):
+def test_fair_share_is_the_demand_or_an_equal_share_of_the_remaining_capacity(demands, capacity, expect):
     assert fair_shares(demands, capacity) == expect
 
 

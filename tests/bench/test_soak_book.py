@@ -23,7 +23,7 @@ def test_clients_are_numbered_and_the_first_client_begins_the_slice():
     assert made.began_at == 7.0
 
 
-def test_responses_that_are_not_whole_in_the_counted_part_of_a_slice_do_not_count():
+def test_only_responses_of_settled_clients_that_end_within_their_slice_count():
     rounds = rounds_from(
         [
             book(0.0, (1, 3.0, 0.1), (2, 4.0, 0.2), (3, 10.0, 0.3), (4, 10.5, 0.4)),

@@ -30,7 +30,7 @@ KEY, TRACE = "a-key-that-is-secret", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b
 
 @pytest.fixture
 def written():
-    """Return a function with the lines that a log with this formatter has written so far."""
+    """Return a function that opens a log with a formatter. The log's lines are in a StringIO."""
     made: list[tuple[LineThread, logging.Logger]] = []
 
     def open_log(formatter: logging.Formatter) -> io.StringIO:

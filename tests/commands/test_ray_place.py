@@ -16,7 +16,7 @@ NODES = (RankNode("a", "10.0.0.1", 1), RankNode("b", "10.0.0.2", 2))
 
 
 class FakePlaces:
-    """Fake calls to Ray. The server leaves after `looks_max` checks, or after a reported failure.
+    """Fakes the calls to Ray. The server ends after `looks_max` checks, or after a reported failure.
 
     Args:
         room_after: Number of checks until the cluster has enough resources.
@@ -33,7 +33,7 @@ class FakePlaces:
         self._looks_left = looks_max
 
     def keep(self) -> list[str]:
-        """Run the placement and return its calls to Ray without checks."""
+        """Run the placement, and return its calls to Ray except calls that only check a state."""
         keep_placed(self, self.doors, self._tell)
         return self.calls
 

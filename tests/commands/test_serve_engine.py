@@ -19,7 +19,7 @@ async def get(url: str, path: str) -> bytes:
         return b"".join([piece async for piece in stream])
 
 
-async def test_program_serves_its_engine_and_uses_it_itself():
+async def test_program_can_serve_an_engine_and_call_the_engine_directly():
     async with open_fake_engine(response="hello") as engine, trio.open_nursery() as nursery:
         [url] = await nursery.start(functools.partial(trioserve.serve, engine, port=0))
         head, _, body = (await get(url, "/v1/models")).partition(b"\r\n\r\n")

@@ -164,7 +164,7 @@ class MatchesWithAPromise(LoopbackConnector):
 
 
 class AssertsOnAborts(LoopbackConnector):
-    """Scenario S06 of tests/README.md: asserts that it has seen a request before its end."""
+    """Scenario S06 of tests/README.md: raises at the abort of a request that the connector does not know."""
 
     def request_finished(self, request, block_table, tokens, reason) -> bool:
         assert reason is not FinishReason.ABORT or block_table, f"{request.id} is unknown"

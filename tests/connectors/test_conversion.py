@@ -15,7 +15,7 @@ FORMATS = ("float32", "bfloat16", "float16")
 
 
 def singles() -> np.ndarray:
-    """Every 65,536th float32, the values beside the middle between two bfloat16 values, and special values."""
+    """Return each bfloat16 value, the float32 values next to it, and three float32 values near the middle of two."""
     high = np.arange(0x10000, dtype=np.uint32) << 16
     bits = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     return bits.view(np.float32)

@@ -35,7 +35,7 @@ COUNT = 4 * LAYOUT.block_size - 1  # The last of four blocks is not full.
 
 
 class DevicePages(MemoryPages):
-    """Blocks that the host cannot address. The host must not copy single blocks either."""
+    """Blocks on a device. Every access of the host to a single block raises an error."""
 
     def __init__(self, layout: KVLayout = LAYOUT) -> None:
         super().__init__(16, layout, has_views=False)
@@ -252,7 +252,7 @@ async def test_copy_that_fails_ends_its_transfer_only() -> None:
         assert await here.next_report() == Loaded(RequestId("r"), COUNT)
 
 
-async def test_layers_that_are_not_written_at_the_end_of_a_connection_are_received_again() -> None:
+async def test_layers_that_were_not_written_before_the_connection_ended_are_received_again() -> None:
     there, here = (Engine(name, make_tcp_connector) for name in ("there", "here"))
     async with running(there, here):
         store, failures = here.copies.store, [trio.BrokenResourceError("the connection ended")]
@@ -273,7 +273,7 @@ async def test_layers_that_are_not_written_at_the_end_of_a_connection_are_receiv
 
 
 @pytest.mark.parametrize("chunk_bytes", (40, 100_000))
-async def test_transfer_in_one_program_needs_one_copy_at_each_side(
+async def test_loopback_transfer_needs_one_device_copy_at_each_side(
     chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loopback, "CHUNK_BYTES", chunk_bytes)
@@ -292,7 +292,7 @@ async def test_transfer_in_one_program_needs_one_copy_at_each_side(
 
 
 @pytest.mark.parametrize("device", ("there", "here"))
-async def test_transfer_in_one_program_between_a_device_and_host_memory(device: str) -> None:
+async def test_loopback_transfer_between_a_device_and_host_memory_copies_all_blocks(device: str) -> None:
     there, here = (Engine(name, make_loopback_connector) for name in ("there", "here"))
     other = here if device == "there" else there
     other.connector.pages = other.pages = MemoryPages(16, LAYOUT)  # type: ignore[assignment]
@@ -306,7 +306,7 @@ async def test_transfer_in_one_program_between_a_device_and_host_memory(device: 
 
 
 @pytest.mark.parametrize("side", ("fetch", "store"))
-async def test_load_in_one_program_that_is_abandoned_while_the_device_copies_writes_nothing_later(side: str) -> None:
+async def test_loopback_load_abandoned_during_a_device_copy_writes_nothing_later(side: str) -> None:
     there, here = (Engine(name, make_loopback_connector) for name in ("there", "here"))
     async with running(there, here):
         held = there if side == "fetch" else here
@@ -323,7 +323,7 @@ async def test_load_in_one_program_that_is_abandoned_while_the_device_copies_wri
         assert [here.pages.content(block) for block in HERE] == before
 
 
-async def test_hold_in_one_program_that_ends_while_the_device_copies_fails_the_load() -> None:
+async def test_loopback_load_fails_if_the_hold_ends_during_a_device_copy() -> None:
     there, here = (Engine(name, make_loopback_connector) for name in ("there", "here"))
     async with running(there, here):
         there.copies.hold()
@@ -408,7 +408,7 @@ class LaunchedCopies:
         return memoryview(b"content")
 
 
-async def test_copies_are_launched_by_the_compute_thread_and_the_event_loop_goes_on() -> None:
+async def test_compute_thread_launches_copies_and_other_threads_wait_for_them() -> None:
     launched = LaunchedCopies()
     async with WorkerThread("compute") as compute:
         copies = ThreadedCopies(launched, compute)

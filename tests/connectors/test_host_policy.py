@@ -798,7 +798,7 @@ def test_unwritable_directory_is_logged_once_and_memory_still_works(make, monkey
     stage.check()
 
 
-def test_no_loads_from_files_are_promised_while_one_hangs(make):
+def test_blocks_in_files_do_not_match_while_a_load_from_files_hangs(make):
     stage = make(in_files=True, memory_blocks=2)
     stage.save(tokens_of("a", 8))
     stage.save(tokens_of("b", 8))

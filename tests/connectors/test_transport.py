@@ -177,7 +177,7 @@ class Side:
 
 
 class Between(trio.abc.Stream):
-    """End of a connection with faults.
+    """One end of a connection, at which a test can cause faults.
 
     Attributes:
         cut_after: Number of bytes after which the connection breaks.
@@ -603,8 +603,10 @@ async def test_received_bytes_are_not_written_to_blocks_of_an_ended_load():
 
 
 async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Side, bytes]:
-    """Connect a client without the key that sends bytes to a holder. Return the answer up to the end of the
-    connection.
+    """Let a client that does not know the key send bytes to a holder.
+
+    Returns:
+        The holder, and all bytes that it sends before it ends the connection.
     """
     side = Side("there", key=key)
     ours, theirs = memory_stream_pair()
@@ -666,7 +668,7 @@ def heads(content: bytes) -> list[frames.Head]:
     return found
 
 
-async def test_silent_clients_without_the_key_are_disconnected_after_a_time_or_for_new_peers(autojump_clock):
+async def test_silent_clients_without_the_key_are_disconnected_by_timeout_or_for_newer_clients(autojump_clock):
     side = Side("there")
     count = GREETINGS_OF_ADDRESS_MAX + 3
     async with trio.open_nursery() as nursery:

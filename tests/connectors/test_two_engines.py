@@ -29,7 +29,7 @@ WINDOW = 8  # sliding window of every layer of the Mistral model
 
 @pytest.fixture(scope="module", params=("llama", "deepseek-v3", "mistral"))
 def checkpoint(request, tmp_path_factory) -> str:
-    """Write a model. The second kind of model has latents as KV. The third kind has a sliding window in all layers."""
+    """Write a tiny model: "deepseek-v3" has latents as KV, "mistral" has a sliding window in all layers."""
     return written(request.param, tmp_path_factory)
 
 

@@ -56,7 +56,7 @@ ARRIVED = re.compile(r"\+(?P<name>\w)(?P<count>\d+)?")
 
 
 def own_tokens(name: str, count: int) -> tuple[int, ...]:
-    """Return tokens that no other letter has."""
+    """Return `count` tokens that differ from the tokens of every other name (one letter)."""
     return tuple(ord(name) * 1000 + position for position in range(count))
 
 

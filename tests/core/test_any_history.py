@@ -394,9 +394,7 @@ class ConnectedHistory(CoreHistory):
         assert self.faults() - before == Counter(expected)
 
     def lacks_a_block(self, load: FakeLoad, token_count: int) -> bool:
-        """Return True if a partly loaded prompt lacks a block. Its last window then reaches back to a block that the
-        request never had.
-        """
+        """Return True if the window of a partly loaded prompt begins in a block that was never allocated."""
         window = self.core.settings.window_tokens
         first = 0 if window is None else max(0, load.start + token_count - window + 1)
         return NO_BLOCK in load.block_table[first // self.core.settings.block_size :]

@@ -20,8 +20,8 @@ TOKENS_MAX = 8
 
 
 def judge(*, pass_seconds: float, row_seconds: float = 0.0, requests: int = 1) -> DraftJudge:
-    """Return a judge that has measured steps and passes. A step takes 1 second plus `row_seconds` per additional row,
-    and a pass takes `pass_seconds`.
+    """Return a judge that has measured steps and passes of the draft model. A step takes 1 second plus `row_seconds`
+    per additional row, and a pass takes `pass_seconds`.
     """
     made = DraftJudge()
     for rows in (requests, *(requests * (1 + count) for count in range(1, TOKENS_MAX + 1))):

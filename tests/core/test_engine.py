@@ -142,7 +142,7 @@ def test_abort_of_a_waiting_request_ends_it_at_once(drive):
     check_idle(driver.core)
 
 
-def test_request_id_listed_twice_in_one_abort_ends_once(drive):
+def test_request_listed_twice_in_one_abort_is_aborted_once(drive):
     driver = drive()
     driver.add("a", [1])
     assert driver.abort("a", "a") == {"a": AbortResult(AbortOutcome.ABORTED, finished("a", Phase.QUEUED))}
@@ -182,7 +182,7 @@ def test_abort_while_the_step_runs_holds_the_blocks_until_the_update(drive, prom
     check_idle(driver.core)
 
 
-def test_abort_while_a_step_runs_that_does_not_compute_the_request_ends_it_at_once(drive):
+def test_abort_ends_a_request_at_once_if_the_running_step_does_not_compute_it(drive):
     driver = drive(step_tokens_max=4, max_num_seqs=2)
     driver.add("a", range(4), 5)
     driver.step()

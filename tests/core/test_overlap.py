@@ -261,7 +261,7 @@ def test_a_second_step_continues_for_a_new_request_if_the_first_is_abandoned(ste
 
 # The request fails at its first token, or in the middle of its prompt.
 @pytest.mark.parametrize("prompt_count", [5, 20])
-def test_a_failed_request_ends_alone_and_its_next_chunk_is_dropped(steps, prompt_count):
+def test_failed_request_does_not_end_others_and_its_chunk_in_the_second_step_is_dropped(steps, prompt_count):
     """Scenario S20 of tests/README.md."""
     steps = steps(step_tokens_max=12)
     steps.driver.add("b", range(40, 44), 9)
@@ -298,7 +298,7 @@ def test_a_block_with_a_discarded_token_is_not_found(steps):
     check_idle(steps.core)
 
 
-def test_the_connector_is_notified_of_an_end_after_the_last_step_and_then_of_an_abort(steps):
+def test_connector_is_notified_of_end_and_abort_only_after_the_second_step(steps):
     steps = steps(model=STOPS_AT_ONCE, connected=True)
     driver = steps.driver
     driver.holds = {"a"}

@@ -102,7 +102,7 @@ def prompt(start: int, blocks: int) -> list[int]:
 
 @pytest.fixture
 def served() -> Served:
-    """A session has run a turn of four blocks, and the cache has lost them."""
+    """Return a core in which a session has run a turn of four blocks, which are no longer in the prefix cache."""
     served = Served()
     served.turn([*prompt(1, 4), 900], "agent")
     served.core.forget_prefixes()

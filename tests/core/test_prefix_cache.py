@@ -103,7 +103,7 @@ def test_the_longest_published_prefix_is_found(computed, asked, expect):
     [((None, None), 2), (("a", "a"), 2), (("a", "b"), 0), ((None, "a"), 0), (("a", None), 0), ((None, ""), 0)],
 )
 @pytest.mark.parametrize("hash_function", HASHES)
-def test_salts_keep_equal_prefixes_apart(salts, expect, hash_function):
+def test_equal_prefixes_share_blocks_only_if_their_salts_are_equal(salts, expect, hash_function):
     holder = Holder(8, hash_function)
     holder.release(holder.compute((1, 2, 3, 4), salts[0]))
     found = holder.match((1, 2, 3, 4, 5), salts[1])

@@ -201,7 +201,7 @@ class NeverMeasuresAgain(PromptPace):
 
 
 @pytest.mark.parametrize("pace", [PromptPace, ForgetsTheFloor])
-def test_prompt_chunks_stay_small_only_if_the_floor_of_the_step_time_is_ignored(pace, monkeypatch):
+def test_prompt_chunks_are_small_only_if_the_fixed_time_of_a_step_is_ignored(pace, monkeypatch):
     monkeypatch.setattr("trioserve.core.scheduler.PromptPace", pace)
     timed = Timed(gpu(floor=0.004), 16, stretch=1.5)
     timed.add("wide", range(10_000, 18_192))
@@ -237,8 +237,8 @@ def test_chunks_become_smaller_toward_the_end_of_a_long_prompt():
     timed.leave()
 
 
-def test_prompt_beside_few_decodes_gets_time_for_its_number():
-    """Two prompts beside one decode get four times the decode's time, because a prompt counts as two decodes."""
+def test_two_prompts_beside_one_decode_get_four_times_the_time_of_the_decode():
+    """A prompt counts as two decodes."""
     timed = Timed(Costs(), 1)
     alone = timed.step()[0]
     timed.add("wide", range(10_000, 42_000))

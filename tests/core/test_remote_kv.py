@@ -454,8 +454,8 @@ def test_invalid_connector_report_is_counted_and_ignored(drive, report):
     assert driver.core.stats().running_count == 0
 
 
-def test_prompt_that_fits_thanks_to_cache_hits_in_held_blocks_starts_when_nothing_else_runs(drive):
-    """At the first check the prompt did not fit, because there were no cache hits yet."""
+def test_prompt_starts_if_prefix_cache_hits_in_held_blocks_make_it_fit(drive):
+    """Prompt b does not fit at first, because the cache is empty. It fits after c has computed the same prefix."""
     driver = drive(connected=True, block_count=8, block_size=1)
     driver.holds = {"c"}
     driver.add("a", (9, 8, 7))

@@ -144,7 +144,7 @@ def test_hint_starts_the_preference_again_from_the_expected_turn(seconds):
     assert served.core.stats().blocks_retained == 0
 
 
-def test_recently_used_block_without_a_session_is_evicted_after_blocks_of_a_session_idle_longer_than_its_bonus():
+def test_blocks_of_a_session_idle_for_longer_than_its_bonus_are_evicted_before_recently_used_blocks():
     served = Served(8)
     served.core.open_session("agent", Retention(weight=0.1, idle_seconds=1000.0), served.now)
     served.turn(prompt(0, 3), "agent")

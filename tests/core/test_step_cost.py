@@ -195,7 +195,7 @@ def test_waiting_requests_do_not_add_to_the_cost_of_a_long_prompt():
 
 
 @pytest.mark.parametrize("cached_count", [160, 9_600])
-def test_a_first_waiting_request_that_does_not_fit_is_not_matched_in_every_step(cached_count):
+def test_prefix_of_a_waiting_request_that_does_not_fit_is_not_looked_up_in_every_step(cached_count):
     settings = CoreSettings(block_count=1100, context_tokens_max=17_600, step_tokens_max=17_600, max_num_seqs=8)
     crowd = Crowd.around(EngineCore(settings))
     first = crowd.add(cached_count, number=1)

@@ -56,7 +56,7 @@ async def test_positions_of_the_sound_come_before_the_tokens() -> None:
         (heard(300), InvalidRequest, "token id 300"),
     ],
 )
-async def test_sound_that_the_model_cannot_take_is_refused(
+async def test_audio_prompt_that_does_not_match_the_model_is_refused(
     prompt: AudioPrompt, error: type[InvalidRequest], words: str
 ) -> None:
     encoder = PromptEncoder(

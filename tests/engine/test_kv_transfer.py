@@ -78,8 +78,8 @@ async def test_blocks_of_every_complete_response_are_held(sampling, response, pa
 
 
 async def test_overlapping_steps_leave_no_unreported_hold(autojump_clock):
-    """If an end is not foreseen, it is delivered before the blocks can be held. The hold that begins afterwards is
-    ended at once.
+    """A stop string ends the response before the blocks can be held, because the next step still uses the blocks. The
+    hold that begins after this step ends at once.
     """
     async with engine_with_connector(overlap_steps=True, response="Hello", step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=8, stop=("ll",)), kv_transfer=HOLD) as stream:

@@ -67,7 +67,7 @@ async def test_opening_is_cancelled_when_the_last_caller_leaves():
         assert (engines.held_bytes, engines.statuses()["a"].waiting, engines.statuses()["a"].loads) == (0, 0, 0)
 
 
-async def test_failed_opening_names_its_reason_to_all_that_wait(monkeypatch):
+async def test_every_waiting_caller_gets_the_reason_of_a_failed_model_load(monkeypatch):
     async with trioserve.open_engines({"a": {"model": "smollm2", "memory": 0.1}}, threads=1) as engines:
         # The size of the model was given by hand, and its KV cache does not fit into the memory of the machine.
         monkeypatch.setattr("trioserve.model.device.free_host_bytes", lambda: 1)

@@ -373,7 +373,7 @@ async def test_clients_leave_a_simulated_gpu_within_two_steps_and_it_never_idles
         assert sum(map(float, within_two)) == value(fake, "trioserve:cancel_to_free_steps_count") >= aborts - 1
 
 
-async def test_prompt_beside_streams_on_a_simulated_gpu_has_chunks_that_fit_its_fixed_time(autojump_clock):
+async def test_fixed_time_of_a_step_does_not_reduce_the_chunks_of_a_prompt_beside_streams(autojump_clock):
     """The fixed time of a step is not counted as time of tokens. Otherwise, chunks would have the smallest size."""
     PlanRecorder.executed = []
     options = {

@@ -83,7 +83,7 @@ async def undisturbed(prompt: str = "one", sampling: SamplingParams = SAMPLING, 
 
 
 def check_given(partial: Partial, rollout: Rollout) -> None:
-    """Check that the partial result equals everything that the reader has received at the end."""
+    """Check that the partial result equals the whole output that its reader has received."""
     for index, choice in enumerate(partial.choices):
         assert choice.token_ids == rollout.tokens(index)
         if choice.logprobs is not None:
@@ -217,7 +217,7 @@ async def test_known_complete_choice_is_complete_while_the_request_is_queued(aut
     fake.assert_all_free()
 
 
-async def test_requests_that_left_are_pooled_or_belong_to_others_have_no_partial_result(autojump_clock):
+async def test_abort_of_an_ended_unknown_or_foreign_request_returns_no_partial_result(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         await Rollout().read(fake)
         assert fake.abort_with_partial("r")["r"].partials == ()

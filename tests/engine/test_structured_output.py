@@ -256,7 +256,7 @@ async def until(event):
 
 
 class CompilesNothing(InlineTexts):
-    """Text threads in which no compilation ends. Each waits until its request leaves."""
+    """Text threads in which every grammar compilation waits until its request leaves."""
 
     async def run_compile(self, function, *, tenant):
         await trio.sleep_forever()
@@ -391,7 +391,7 @@ async def test_forced_end_of_reasoning_starts_the_grammar(tokens_max, more):
     assert len(head.encode()) >= tokens_max
 
 
-async def test_reasoning_that_ends_itself_is_not_ended_again():
+async def test_end_of_reasoning_is_not_forced_if_the_model_has_written_it():
     async with open_fake_engine(response="a</t>bcdefghij") as engine:
         text, _ = await said(engine, thinking=Thinking(end="</t>", tokens_max=6))
     assert text == "a</t>bcdefghij"

@@ -236,7 +236,7 @@ async def test_half_written_weights_block_steps_until_a_complete_update(autojump
 
 
 async def test_sleep_with_wait_is_refused_while_weights_are_half_written(autojump_clock):
-    """Otherwise the call to sleep would block the update for which the requests wait."""
+    """The requests wait for the next update. A sleep that waited for the requests would block this update."""
     kept = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:

@@ -148,7 +148,7 @@ async def test_websocket_without_messages_ends_after_the_idle_limit(autojump_clo
     host.assert_free()
 
 
-async def test_host_that_takes_no_messages_loses_the_handler_after_the_stall_limit(autojump_clock):
+async def test_handler_is_cancelled_if_the_host_accepts_no_messages_for_the_stall_limit(autojump_clock):
     async def handler(exchange):
         websocket = await exchange.accept_websocket()
         while True:

@@ -126,7 +126,7 @@ async def test_connection_with_an_incomplete_head_ends_for_a_new_connection(sent
             await stream.aclose()
 
 
-async def test_connection_chosen_to_end_ends_although_its_first_bytes_arrive(autojump_clock):
+async def test_connection_selected_for_closing_is_closed_even_if_its_first_bytes_arrive(autojump_clock):
     server = FrontendServer(respond_ok)
     ours, theirs = memory_stream_pair()
     place = Place(None)
@@ -160,7 +160,7 @@ def knows(headers) -> bool:
 
 
 @pytest.mark.parametrize("is_http2", [False, True])
-async def test_connection_that_showed_a_key_is_not_ended_for_connections_without_a_key(is_http2, h2_client):
+async def test_connection_with_a_known_key_is_not_closed_in_favour_of_connections_without_a_key(is_http2, h2_client):
     limits = {"connections_max": 4, "crowded_idle_seconds_min": 1e-6, "crowded_head_seconds_min": 1e-6}
     async with listening(respond_ok, knows_caller=knows, **limits) as (server, address):
         known = await trio.open_tcp_stream(*address)

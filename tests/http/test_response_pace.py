@@ -195,7 +195,7 @@ def test_response_deadline_moves_with_each_byte_while_bytes_wait():
     assert running.advance(1_000_000, now=71.0) == 81.0
 
 
-def test_client_regains_one_second_of_its_time_per_second_without_waiting_bytes():
+def test_time_allowance_of_a_client_grows_by_one_second_per_second_without_unsent_bytes():
     running = pace()
     running.start(now=60.0)
     running.stop(100, now=69.0)

@@ -112,7 +112,7 @@ async def test_drain_refuses_an_incomplete_request_at_once_on_http1(autojump_clo
 
 
 async def test_drain_refuses_an_incomplete_request_at_once_on_http2(autojump_clock, front, watched):
-    """Only the unfinished stream is refused."""
+    """Streams with incomplete requests are refused. A stream with a complete request continues."""
     gate = Gate()
 
     async def handle(exchange):
@@ -237,7 +237,7 @@ async def answer_or_wait(gate, exchange):
         await exchange.respond(200, [], await exchange.body())
 
 
-async def test_announced_drain_answers_on_all_http1_connections_and_closes_them(autojump_clock, front):
+async def test_http1_request_after_an_announced_drain_is_answered_and_its_connection_closed(autojump_clock, front):
     gate = Gate()
     the_front = front(functools.partial(answer_or_wait, gate))
     running, idle = the_front.h11(), the_front.h11()

@@ -285,7 +285,9 @@ async def test_client_that_stops_reading_loses_its_connection_after_the_stall_li
     assert the_front.connection_count == 0
 
 
-async def test_checks_continue_when_the_connection_that_runs_them_ends(autojump_clock, front, http):
+async def test_silent_websocket_is_closed_although_the_connection_that_runs_the_checks_has_ended(
+    autojump_clock, front, http
+):
     the_front = front(echo, websocket_ping_seconds=20, websocket_pong_seconds_max=7)
     first, second = await opened(the_front, http), await opened(the_front, http)
     second.answers_pings = False
@@ -380,7 +382,7 @@ async def test_websockets_of_a_server_are_bounded(autojump_clock, front):
     assert the_front.server.counters().streams_refused_total[StreamRefusal.WEBSOCKETS_MAX] == 1
 
 
-async def test_drain_waits_for_websockets_and_not_for_later_ones(autojump_clock, front):
+async def test_drain_waits_only_for_websockets_that_were_opened_before_it(autojump_clock, front):
     the_front = front(echo)
     early = await opened(the_front)
     the_front.server.announce_drain()

@@ -29,7 +29,7 @@ def frame(
     masked: bool = True,
     length_bytes: int | None = None,
 ) -> bytes:
-    """Encode a frame. length_bytes: 0, 2 or 8 bytes after the short length, even if fewer would do."""
+    """Encode a frame. The extended length has `length_bytes` bytes (0, 2 or 8), or the fewest possible if None."""
     size = len(payload)
     if length_bytes is None:
         length_bytes = 0 if size < 126 else 2 if size < 65536 else 8
@@ -333,7 +333,7 @@ async def test_client_may_send_a_message_of_any_number_ahead_only_within_the_byt
     websocket.leave()
 
 
-async def test_message_in_progress_ends_the_websocket_if_it_falls_behind_its_pace(autojump_clock, wire):
+async def test_websocket_is_closed_if_a_message_arrives_below_the_minimum_rate(autojump_clock, wire):
     async with wire(body_wait_seconds_max=30, websocket_idle_seconds_max=10_000) as client:
         began_at = trio.current_time()
         await client.send(frame(TEXT, b"x" * 1000)[:100])

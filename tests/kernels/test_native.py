@@ -410,7 +410,9 @@ def test_scores_far_above_all_earlier_scores_give_the_attention_of_float64(
 
 @DTYPE_IDS
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
-def test_nan_key_of_a_prompt_spoils_only_rows_that_see_it(engine: Engine, dtype: torch.dtype, value: float) -> None:
+def test_nan_key_of_a_prompt_affects_only_rows_that_attend_to_it(
+    engine: Engine, dtype: torch.dtype, value: float
+) -> None:
     pages = random(13, 16, 2, 1, 32, dtype=dtype, seed=3)
     pages[6, 4, 0, 0, 7] = value
     queries = random(200, 32, dtype=dtype, seed=4)
@@ -425,7 +427,7 @@ def test_nan_key_of_a_prompt_spoils_only_rows_that_see_it(engine: Engine, dtype:
 
 
 @pytest.mark.parametrize("growth", (3.0, 6.0, 8.0, 30.0))
-def test_bits_of_a_row_do_not_depend_on_growing_scores_of_others(engine: Engine, growth: float) -> None:
+def test_row_has_the_same_bits_beside_rows_with_growing_scores(engine: Engine, growth: float) -> None:
     if not engine.library.level.startswith("amx"):
         pytest.skip("weights are powers of 2 of fixed point with AMX alone")
     dim, heads, rows = 32, 8, 400

@@ -37,7 +37,7 @@ SCALES_AT: dict[str, tuple[int, ...]] = {
 
 
 def block_size(block_type: str) -> tuple[int, int]:
-    """Return the numbers and the bytes of one block."""
+    """Return the number of values and the number of bytes of one block."""
     if block_type in OWN_BLOCK_BYTES:
         return 32, OWN_BLOCK_BYTES[block_type]
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
@@ -175,7 +175,7 @@ def rounding_of_starts(values: Floats) -> Doubles:
 
 
 def rounded_weights(engine: Engine, weight: Weight) -> Floats:
-    """Return the weights as the engine multiplies them: each is multiplied by 1, and all other inputs are 0."""
+    """Return the weights as rounded by the engine, from the product with a unit matrix."""
     ones = bfloat16_bits(np.eye(weight.columns, dtype=np.float32))
     return np.ascontiguousarray(engine.product(ones, weight.matrix, weight.rows).T)
 

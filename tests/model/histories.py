@@ -168,7 +168,7 @@ def play(runner: ModelRunner, history: History) -> Played:
 
 
 def _moved(plan: StepPlan, places: list[int], states: list[int]) -> StepPlan:
-    """Return the plan with other places for blocks and states."""
+    """Return the plan with other block indices and state slots."""
 
     def moved(chunk: ScheduledChunk) -> ScheduledChunk:
         spans = tuple(

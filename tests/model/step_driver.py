@@ -168,8 +168,8 @@ class StepDriver:
         return finish
 
     def generate(self, names: Sequence[str], steps: int) -> None:
-        """Run `steps` steps with all named requests. The first computes their remaining tokens, and later ones
-        decode.
+        """Run `steps` steps with all named requests. The first step computes all known tokens that remain, and each
+        later step decodes one token.
         """
         for _ in range(steps):
             result = self.step({name: self.left(name) for name in names})

@@ -89,7 +89,7 @@ def table_shapes(tensors: StepTensors, window: int | None = None) -> list[tuple[
     return [tuple(group.block_table.shape) for group in tensors.attention[window, HEADS].decode_groups]
 
 
-def test_short_sequences_are_not_padded_to_a_long_ones_length() -> None:
+def test_short_sequences_are_not_padded_to_the_length_of_a_long_sequence() -> None:
     tensors = tensors_of_decodes([100, 4000, 120, 90, 3])
     assert table_shapes(tensors) == [(1, 1001), (3, 31), (1, 1)]
     assert tensors.first_rows == (2, 0, 1, 3, 4)

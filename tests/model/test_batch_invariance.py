@@ -392,7 +392,7 @@ def test_comparison_detects_a_product_that_depends_on_the_batch(
 def test_batch_invariant_is_refused_where_it_is_impossible(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """It is refused if a product depends on the row's index, as on some processors and in torch on a GPU."""
+    """The option is refused if a product depends on the row's index, as on some processors and in torch on a GPU."""
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", batch_invariant=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_step_model, "differing_rows", lambda *_: [7])

@@ -29,7 +29,7 @@ FURTHER_CLASSES = {"granitemoeshared": "GraniteMoeSharedForCausalLM", "ministral
 
 
 def _config_of(kind: str, tiny_checkpoints: ModuleType) -> tuple[dict[str, Any], Any]:
-    """Return the config.json of a tiny checkpoint with every field written out, and transformers' class of it."""
+    """Return the config.json of a tiny checkpoint with all fields written out, and its class in transformers."""
     import transformers
 
     model_type, changes = {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}[kind]
@@ -69,8 +69,8 @@ def _without_each(fields: dict[str, Any], inside: tuple[str, ...] = ()) -> Itera
 
 
 def _described(fields: dict[str, Any]) -> ModelConfig | str:
-    """Return our description of a config, or the text of the refusal. The default scale is written out, because
-    transformers writes it into some configs.
+    """Return our description of a config, or the error message of its refusal. A missing attention scale is replaced by
+    the default, because transformers writes the default into some configs.
     """
     try:
         config = model_config_from(fields, {}, dtype_name="float32")

@@ -113,7 +113,7 @@ class Launches(TorchDispatchMode):
 def launches(
     path: Path, rows: int, *, has_prompt: bool = False, has_adapters: bool = False, block_type: str | None = None
 ) -> tuple[int, int]:
-    """Return the launches of a step of fixed shape, and the number of layers. Fail if the host reads.
+    """Return the number of launches of a step of fixed shape, and the number of layers. Fail if the host reads.
 
     With has_prompt, the step has tables for prompts beside decodes. With has_adapters, rows may use adapters. With
     block_type, all matrices that may be quantized have this type.

@@ -184,7 +184,7 @@ async def test_completions_count_the_tokens_that_the_encoder_reads(path: Path) -
         assert exchange.json()["usage"]["completion_tokens"] == 8
 
 
-def test_check_names_what_the_encoder_reads(path: Path, model_name: str) -> None:
+def test_check_describes_the_encoder_and_no_chat_template(path: Path, model_name: str) -> None:
     found = {finding.name: finding.what for finding in check_model(str(path)).findings}
     count = 60 if model_name == "mbart" else 512
     assert found["encoder"] == f"reads {count} tokens, and the decoder writes {count - 1}"

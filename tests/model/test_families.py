@@ -540,7 +540,7 @@ def test_dynamic_scaling_changes_nothing_within_the_context() -> None:
 
 
 def test_text_config_of_gemma_3_with_vision_is_read() -> None:
-    """Read the published fields. The fields that it leaves out have transformers' defaults."""
+    """Read the fields of the published config. For missing fields, transformers' defaults apply."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -741,7 +741,7 @@ def test_multi_token_prediction_layers_are_skipped(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Skip the layer behind the last one. In checkpoints of DeepSeek and GLM its name looks like any layer's."""
+    """Skip the prediction layer, which checkpoints of DeepSeek and GLM number as one more layer."""
     caplog.set_level("INFO")
     plain = tiny_checkpoint("glm4-moe")
     config = json.loads((plain / "config.json").read_text())

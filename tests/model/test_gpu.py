@@ -138,7 +138,7 @@ def test_machine_without_a_driver_computes_on_the_cpu(machine: Machine) -> None:
         pick_device(ModelSettings(device="cuda"))
 
 
-def test_driver_is_described_by_its_files_and_its_library(machine: Machine, tmp_path: Path) -> None:
+def test_driver_description_combines_the_version_file_and_the_driver_library(machine: Machine, tmp_path: Path) -> None:
     machine.set(usable=False, driver=Driver(12080))
     assert device_module.driver_version(tmp_path) == "driver of unknown version, for CUDA up to 12.8"
     file = tmp_path / "proc/driver/nvidia/version"
@@ -306,7 +306,7 @@ class MeasuredGpu:
 
 
 @pytest.mark.parametrize("sequences, tokens, counts", ((4, 40, [37, 1, 1, 1]), (2, 300, [127, 127])))
-def test_kv_cache_takes_what_weights_graphs_and_the_largest_step_leave(
+def test_kv_cache_gets_the_memory_that_weights_graphs_and_the_largest_step_leave_free(
     sequences: int,
     tokens: int,
     counts: list[int],
@@ -356,7 +356,7 @@ HARMLESS = (Coded(2), Coded(1), torch.OutOfMemoryError("CUDA out of memory"), Ru
 
 
 @pytest.mark.parametrize("error", STICKY, ids=str)
-def test_error_that_ends_the_use_of_a_gpu_is_named(error: Exception) -> None:
+def test_error_that_makes_the_gpu_unusable_is_reported_by_name(error: Exception) -> None:
     @lost_gpu()
     def compute() -> None:
         raise error

@@ -120,7 +120,7 @@ def test_tokens_are_drawn_in_proportion_to_their_weights(vocab_size: int) -> Non
 
 
 def test_tokens_in_one_tile_and_in_two_tiles_are_drawn_fairly() -> None:
-    """Three tokens of one tile and one of another. All other weights are 0."""
+    """Draw from three tokens of one tile and one token of another tile. All other weights are 0."""
     weights = torch.zeros(4 * DRAW_TILES)
     kept = [5, 5 + DRAW_TILES, 5 + 3 * DRAW_TILES, 9]
     weights[kept] = torch.tensor([1.0, 2.0, 3.0, 4.0])

@@ -188,7 +188,7 @@ def upcycled(checkpoint: Any, experts: ExpertsConfig) -> Any:
 def test_mixture_of_equal_experts_equals_their_mlp(
     scoring: Any, smollm2: Checkpoint, cpu_kernels: str, step_driver: ModuleType
 ) -> None:
-    """With the first layers of the model. Weights of the chosen experts sum to 1."""
+    """Use the first layers of the model. The weights of the chosen experts sum to 1."""
     dense = first_layers(smollm2, 8)
     experts = ExpertsConfig(
         expert_count=4,

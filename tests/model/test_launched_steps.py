@@ -226,8 +226,8 @@ def test_token_is_passed_between_launched_steps_of_any_shape(
 
 
 class Sources(TorchDispatchMode):
-    """Source tensors from which a launch copies without waiting: the step's inputs, what its rows sample with, and its
-    result.
+    """Records the addresses of tensors that a launch copies without waiting: the step's inputs, its sampling options
+    and its result.
     """
 
     def __init__(self) -> None:

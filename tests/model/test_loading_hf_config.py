@@ -105,7 +105,7 @@ def test_yarn_config_is_read_with_defaults_and_with_all_fields() -> None:
     )
 
 
-def test_yarn_scale_of_values_and_of_all_dimensions_become_one_attention_factor() -> None:
+def test_yarn_attention_factor_is_the_ratio_of_the_scales_of_mscale_and_mscale_all_dim() -> None:
     yarn = {"type": "yarn", "factor": 8.0, "mscale": 0.5, "mscale_all_dim": 1.0}
     scaling = rotary(read({"rope_scaling": yarn})).scaling
     assert scaling is not None

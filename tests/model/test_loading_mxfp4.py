@@ -31,7 +31,7 @@ PROMPT = torch.randint(5, 320, (60,), generator=torch.Generator().manual_seed(3)
 
 @pytest.fixture(scope="module")
 def written(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A directory with quantized experts, and a directory with the numbers that transformers makes of them."""
+    """A checkpoint with quantized experts, and the same checkpoint dequantized by transformers."""
     from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
     plain = tiny_checkpoint("gpt-oss")

@@ -26,7 +26,7 @@ BYTES_MAX = 4 * 2**20  # The tiny files have 0.4 MB, and the digest of an adapte
 
 
 def changed(value: Any) -> Iterator[Any]:
-    """Yield the value with one of its numbers replaced by one wrong number, for each number and each wrong number."""
+    """Yield copies of a JSON value. In each copy, one number is replaced by a number of WRONG."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from ({**value, name: other} for other in changed(inner))
@@ -169,7 +169,9 @@ def test_config_with_fewer_layers_than_the_weights_is_refused(tiny_vision: Modul
 
 
 @pytest.mark.parametrize("step", [499, pytest.param(13, marks=pytest.mark.slow)])
-def test_wrong_numbers_at_any_place_of_a_gguf_header(tiny_gguf: Callable[..., Path], tmp_path: Path, step: int) -> None:
+def test_gguf_header_with_wrong_numbers_is_read_or_refused_within_memory_bounds(
+    tiny_gguf: Callable[..., Path], tmp_path: Path, step: int
+) -> None:
     whole = tiny_gguf("llama", "Q4_0").read_bytes()
     path = tmp_path / "changed.gguf"
     for position in (*range(4, 40), *range(40, 7_300, step)):

@@ -54,7 +54,7 @@ def written(
 
 
 def meant_by_name(directory: Path, meant: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the encoded numbers by our names, with the rows of the model's tensor of that name."""
+    """Return the encoded numbers by our tensor names. Several of our tensors may be rows of one tensor in the file."""
     checkpoint, found, taken = open_checkpoint(directory), {}, dict.fromkeys(meant, 0)
     for tensor in checkpoint.tensors():
         outside = outside_name(tensor.name, checkpoint.config.family, TRANSFORMERS)
@@ -151,7 +151,7 @@ def test_quantized_experts_are_read(
 
 
 @pytest.mark.parametrize("is_inner", (False, True))
-def test_quantized_text_part_of_a_model_that_reads_images(
+def test_quantized_text_model_of_a_vision_model_is_dequantized(
     is_inner: bool, tiny_quantized: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     quantized, dense = tmp_path / "quantized", tmp_path / "dense"

@@ -55,7 +55,9 @@ class Device:
         self._generator = torch.Generator().manual_seed(seed)
 
     def step(self, chunks: list[ScheduledChunk], *, hidden: bool = False) -> list[int]:
-        """Return the tokens, which equal those of `sample`. With hidden, the sampler cannot see the newest tokens."""
+        """Sample on the device, compare with `sample`, and return the tokens. If `hidden` is True, the host does not
+        know the newest token of each row.
+        """
         rows = sampled_rows(chunks)
         logits = torch.randn(len(rows), VOCAB_SIZE, generator=self._generator) * 3
         inputs = torch.tensor([row.tokens[row.start + row.count - 1] for row in rows])

@@ -129,7 +129,7 @@ def random_logits(count: int, vocab_size: int = VOCAB_SIZE, *, seed: int = 0) ->
 
 
 def random_allowed(count: int, vocab_size: int = VOCAB_SIZE, *, seed: int = 0) -> list[list[int]]:
-    """Return sets of allowed tokens for every share, with at least one token each."""
+    """Return `count` random sets of allowed tokens, whose shares of the vocabulary are those of SHARES in turn."""
     rng = random.Random(seed)
     return [
         rng.sample(range(vocab_size), max(1, round(SHARES[index % len(SHARES)] * vocab_size))) for index in range(count)
@@ -144,7 +144,7 @@ def next_to_impossible(logits: torch.Tensor, allowed: Sequence[Collection[int]])
 
 
 def wanted_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk], allowed: Any) -> list[int | None]:
-    """Return the tokens that are chosen without a mask if logits express the same restriction."""
+    """Return the tokens that are sampled without a mask from logits that make all other tokens impossible."""
     plain = [structs.replace(chunk, mask_row=None) for chunk in chunks]
     return sampler.sample(next_to_impossible(logits, allowed), plain).token_ids
 

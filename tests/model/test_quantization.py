@@ -119,7 +119,7 @@ def test_file_with_mixed_quantization_types_is_close_to_float32(
     step_driver: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Values and down projections in Q6_K, as in llama.cpp's Q4_K_M. Gate and up differ, which no such file has."""
+    """Store values and down projections in Q6_K, as llama.cpp's Q4_K_M does. Here gate and up differ, too."""
     add_tensor = tiny_checkpoints._add_tensor
 
     def mixing(writer: Any, name: str, values: np.ndarray, quant_type: str) -> None:

@@ -46,7 +46,7 @@ def image_file(width: int, height: int, seed: int = 0) -> bytes:
 
 
 def messages(files: list[bytes], *, marked: bool = False) -> list[dict[str, Any]]:
-    """Return a chat about images. marked: as chat templates read it."""
+    """Return a chat about images. If `marked` is True, images have no data, as in the input of chat templates."""
     images = [{"type": "image"} if marked else {"type": "image", "image": file} for file in files]
     return [
         {"role": "user", "content": [*images[:1], {"type": "text", "text": "What is it?"}]},

@@ -1,7 +1,8 @@
-"""Tests that checkpoints with the authors' names of fields and tensors are read as their equals in transformers.
+"""Tests checkpoints of model families that transformers does not know.
 
-transformers has no class for these families. Each is a family that test_parity.py compares, with other names. So equal
-descriptions and equal tensors give equal results.
+Each family computes the same as a family of transformers, but its authors chose other names of config fields and
+tensors. The tests compare the model description and the tensors with those of the family in transformers. Its results
+are compared in test_parity.py.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ GATED = ("mlp.gate_proj", "mlp.up_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A checkpoint with the authors' names, made from one that transformers writes.
+    """A checkpoint with the authors' names, made from a tiny checkpoint of transformers that computes the same.
 
     Attributes:
-        kind: kind of tiny checkpoint that computes the same.
-        changes: fields that the kind's config needs for that.
+        kind: kind of the tiny checkpoint.
+        changes: changed fields of the tiny checkpoint's config.
         renamed: the authors' names of fields, by transformers' names.
         fields: further fields of the authors' config.
         removed: fields that the authors' config does not have.

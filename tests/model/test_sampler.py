@@ -385,7 +385,7 @@ def test_row_that_is_not_finite_fails_only_its_own_request(value: float, paramet
 
 
 def test_large_finite_float16_logits_are_accepted() -> None:
-    """Their sum exceeds float16's range, which must not count as a damaged row."""
+    """The sum of these logits exceeds float16's range, but the row is not damaged."""
     logits = torch.full((1, VOCAB_SIZE), 60_000.0, dtype=torch.float16)
     logits[0, 30] = 65_000.0
     assert sampler.sample(logits, [row(SamplingParams(temperature=0.0))]).token_ids == [30]

@@ -267,7 +267,7 @@ def test_state_layers_give_equal_results_for_mixed_chunks_and_single_chunks(
 def test_decay_rates_are_read_from_their_logarithms(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
-    """A checkpoint with other logarithms is another model."""
+    """Change the logarithms in a checkpoint's file, and read the rates."""
     from safetensors.torch import load_file, save_file
 
     path = shutil.copytree(tiny_checkpoint("granite-hybrid"), tmp_path / "model")
@@ -332,8 +332,8 @@ def test_native_kernels_name_unsupported_sizes_of_selective_scans() -> None:
 
 @pytest.mark.parametrize("count", (1, 63, 64, 65, 200))
 def test_pieces_of_a_span_give_the_outputs_and_the_state_of_single_tokens(count: int) -> None:
-    """In float64, for a state space and for the delta rule with one decay, or with a decay for each row of the state.
-    The last piece is not full.
+    """Compare in float64, for a state space and for the delta rule with one decay, or with a decay for each row of the
+    state. The last piece may be shorter than the others.
     """
     draw = torch.Generator().manual_seed(count)
 

@@ -184,7 +184,7 @@ def test_rows_that_need_more_than_a_token_use_steps_of_fixed_shape(
     static_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside a plain row. The row asking for more is preempted and resumes in another row."""
+    """A step has a plain row and two rows with further options. One of the two is preempted and changes its row."""
 
     def said() -> tuple[dict[str, list[int]], list[Any]]:
         driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
@@ -232,7 +232,7 @@ def test_prompts_beside_decodes_use_steps_of_fixed_shape(
     mixed_sizes: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in pieces and whole, rows that sample nothing, drafts, penalties and logprobs."""
+    """Use prompts in pieces and whole, rows that sample nothing, drafts, penalties and logprobs."""
 
     def said() -> tuple[dict[str, list[int]], list[Any]]:
         driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint(kind), cpu_kernels="torch"))
@@ -377,7 +377,7 @@ def test_draft_tokens_are_rows_of_steps_of_fixed_shape(
     static_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Wrong drafts, right drafts, and rows with penalties, which count the draft tokens before a row."""
+    """Use wrong drafts, right drafts, and rows with penalties, which count the draft tokens before a row."""
     samplings = (
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.6),
@@ -420,13 +420,15 @@ def test_draft_tokens_are_rows_of_steps_of_fixed_shape(
     assert generated() == tokens
 
 
-def test_draft_tokens_of_all_sequences_fit_a_step_of_fixed_shape_and_more_do_not(
+def test_only_steps_with_at_most_the_configured_draft_tokens_have_a_fixed_shape(
     tiny_checkpoint: Callable[..., Path],
     step_driver: ModuleType,
     static_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three sequences of at most two draft tokens, as the settings say. Then a sequence has three."""
+    """At most two draft tokens are configured. In the first step, each of three sequences has two draft tokens. In the
+    second step, one sequence has three.
+    """
 
     def said() -> dict[str, list[int]]:
         options = {"cpu_kernels": "torch", "max_num_seqs": 3, "draft_tokens": 2}
@@ -455,7 +457,7 @@ def test_adapters_use_steps_of_fixed_shape(
     static_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts and decodes with and without adapters of different ranks, which are loaded and removed between steps."""
+    """Use prompts and decodes, with and without adapters of different ranks. Adapters change between steps."""
     shapes: list[StepSize] = []
     fill = StaticInputs.fill
 
@@ -748,9 +750,7 @@ def chunk(seed: int, start: int, table: list[int]) -> ScheduledChunk:
 
 
 def test_inputs_sent_to_the_device_equal_the_step() -> None:
-    """Fields of rows, padding and block tables, while requests grow, change rows and blocks, and the number of rows
-    changes.
-    """
+    """Check rows, padding and block tables of steps in which requests grow and change rows, blocks and number."""
     sizes = {rows: StepSize(rows, rows) for rows in (2, 4)}
     inputs = StaticInputs(
         list(sizes.values()), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu")
@@ -781,7 +781,7 @@ def test_inputs_sent_to_the_device_equal_the_step() -> None:
 
 
 def test_tables_of_prompts_equal_the_step() -> None:
-    """A decode between two prompts, then a step of the same size with fewer rows."""
+    """Send a decode between two prompts, then a step of the same size with fewer rows."""
     size = StepSize(16, 4, chunks=3, tile_tokens=4)
     inputs = StaticInputs([size], kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
 

@@ -44,7 +44,7 @@ def read(**fields: Any) -> ModelConfig:
     return model_config_from({**BASE, **fields}, {}, dtype_name="float32")
 
 
-def test_sharing_layer_uses_the_last_layer_of_its_kind_with_own_keys() -> None:
+def test_layer_without_own_keys_uses_the_last_layer_of_the_same_kind_that_has_keys() -> None:
     config = read()
     assert config.windows == (512, None)
     assert config.kv_layers == (0, 1, 2, 3, 4, 5, 5, 5, 5, 4)
@@ -106,7 +106,7 @@ def test_native_kernels_name_unsupported_sizes_of_gemma_3n() -> None:
 
 
 def test_unused_keys_and_values_of_a_checkpoint_are_ignored() -> None:
-    """Published checkpoints contain them."""
+    """Published checkpoints contain keys and values for layers that share those of an earlier layer."""
     config = read()
     _, shapes = tensor_places(config, TRANSFORMERS)
     names = [f"model.layers.{index}.self_attn.{name}.weight" for index in (6, 9) for name in ("k_proj", "v_proj")]

@@ -22,7 +22,7 @@ COLUMNS = 12
 
 
 class Loaded:
-    """Adapters by number, and the columns that hold some of them."""
+    """Adapters by number, and the device columns with the matrices of some adapters."""
 
     def __init__(self) -> None:
         self.adapters: dict[AdapterId, TorchAdapter] = {}
@@ -46,7 +46,7 @@ class Loaded:
         return self.columns.place([AdapterId(number) for number in numbers])
 
     def products(self, linear: Any, values: Tensor, numbers: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the products of the columns, and those of each row's adapter."""
+        """Return the products computed from the columns, and the expected products of each row with its adapter."""
         shape = len(values), sum(linear.parts.values())
         got, wanted = torch.ones(shape), torch.ones(shape)
         self.columns.rows(torch.tensor(numbers, dtype=torch.int32)).add_(got, values, linear.parts)
@@ -84,7 +84,7 @@ def test_columns_give_the_products_of_each_row_while_adapters_come_and_go(seed: 
     assert placed > 10
 
 
-def test_adapters_keep_their_addresses_and_columns_until_others_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_keep_their_columns_until_other_adapters_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Loaded()
     written: list[int] = []
     write = AdapterColumns._write
@@ -125,7 +125,7 @@ def test_free_columns_between_adapters_of_the_step_are_joined() -> None:
     check(loaded, [2, 4, NO_ADAPTER])
 
 
-def test_numbers_of_an_adapter_with_overflow_reach_no_other_row() -> None:
+def test_overflow_in_one_adapter_does_not_affect_rows_of_other_adapters() -> None:
     loaded = Loaded()
     loaded.load(1, 2)
     loaded.load(2, 2)

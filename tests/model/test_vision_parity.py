@@ -146,7 +146,7 @@ class Expected:
 
 
 def uncut(given: tuple[GivenRows, ...], start: int, count: int) -> int:
-    """Return the length of a chunk that contains whole images if their tokens attend to each other."""
+    """Return `count`, or a larger count with which the chunk ends after an image whose tokens attend to each other."""
     for rows in given:
         if rows.is_bidirectional and rows.start < start + count < rows.end:
             return rows.end - start

@@ -37,8 +37,8 @@ def load(
     step_driver: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
-    """Function load(kind, variant, quantization, dtype="bfloat16") that returns a runner with the kernels that act as
-    Triton's.
+    """Function load(kind, variant, quantization, dtype="bfloat16") that returns a runner with reference
+    kernels in place of Triton's kernels.
     """
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
     made: list[ModelRunner] = []
@@ -162,7 +162,7 @@ def test_fp8_weights_that_cannot_be_multiplied_are_refused(
 
 
 def test_fp8_product_equals_that_of_the_rounded_numbers() -> None:
-    """Rows of very different sizes, a row of zeros, and rows with infinity or NaN, which change no other row."""
+    """Use rows of very different sizes and a row of zeros. Rows with infinity or NaN must not change other rows."""
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(6, 64, generator=generator) * torch.tensor([1e-6, 1.0, 1e4, 0.0, 1.0, 1.0])[:, None]
     values = values.to(torch.bfloat16)

@@ -110,7 +110,7 @@ HISTORIES = [
 @pytest.mark.parametrize("output", HISTORIES)
 @pytest.mark.parametrize("first_max", [None, 5])
 @pytest.mark.parametrize("lift", [-6.0, 0.0, 2.0])
-def test_tokens_that_rules_of_speech_allow_equal_those_of_transformers(
+def test_speech_rules_allow_the_same_tokens_as_transformers(
     output: tuple[int, ...], first_max: int | None, lift: float
 ) -> None:
     from transformers import (

@@ -103,7 +103,9 @@ async def test_equal_sound_is_encoded_once_and_its_blocks_are_shared(whisper: Pa
         assert await said(engine, prompt(engine, 2, tiny_whisper.features(2))) != tokens
 
 
-async def test_language_and_silence_are_probabilities_of_one_more_step(whisper: Path, tiny_whisper: ModuleType) -> None:
+async def test_one_generated_token_gives_the_probabilities_of_languages_and_silence(
+    whisper: Path, tiny_whisper: ModuleType
+) -> None:
     from transformers import WhisperForConditionalGeneration
 
     features = tiny_whisper.features(3)
@@ -211,7 +213,7 @@ async def test_transcripts_follow_the_rules_of_speech(whisper: Path, tiny_whispe
         assert tokens[0] not in audio.begin_suppressed_ids
 
 
-def test_check_names_what_the_model_hears_and_no_chats(whisper: Path) -> None:
+def test_check_describes_the_speech_input_and_no_chat_template(whisper: Path) -> None:
     found = {finding.name: finding.what for finding in check_model(str(whisper)).findings}
     assert found["speech"] == "50 rows per 1 s, 3 languages"
     assert "plain torch on a GPU" in found["computed by"]

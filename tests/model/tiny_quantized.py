@@ -23,8 +23,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def packed_words(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Pack numbers [n, m] into words, int32 [n, words]. The lowest bits hold the first number, or the first one of
-    `order`.
+    """Pack numbers [n, m] into words, int32 [n, words]. `order` lists the numbers of a word, from the lowest bits on.
+    The default is their own order.
     """
     count = 32 // bits
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % count))).astype(np.uint64)
@@ -232,8 +232,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], Writer, dict[str, Any]]] = {
 
 
 def write_quantized(checkpoint: Path, directory: Path, variant: str) -> dict[str, torch.Tensor]:
-    """Write a checkpoint with quantized projections in each layer. Return all tensors as the numbers that they encode,
-    projections in float32.
+    """Write a checkpoint with quantized projections in each layer. Return all tensors dequantized, projections in
+    float32.
     """
     config, write, options = VARIANTS[variant]
     tensors, meant = {}, {}

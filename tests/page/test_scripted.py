@@ -116,7 +116,7 @@ def test_only_changed_blocks_of_a_hundred_thousand_are_painted(browser: Browser,
     assert width * height >= total * 4, "a cell has at least two pixels each way"
 
 
-def test_figures_show_sessions_what_they_retain_and_websockets(browser: Browser, script: ScriptedServer) -> None:
+def test_figures_show_sessions_retained_blocks_and_websockets(browser: Browser, script: ScriptedServer) -> None:
     script.snapshot = scripted_snapshot(stats={"sessions": 3, "retained_blocks": 40, "websockets": 2})
     open_live(browser, script)
     browser.wait_text("#figures", "Sessions340 blocks retained")
@@ -239,7 +239,7 @@ def test_router_page_shows_endpoints_moved_streams_and_drains(browser: Browser, 
     browser.wait(lambda: len(browser.find_all(".endpoint")) == 1)
 
 
-def test_router_page_shows_models_on_demand_and_unloads_one(browser: Browser, script: ScriptedServer) -> None:
+def test_router_page_lists_models_on_demand_and_can_unload_a_model(browser: Browser, script: ScriptedServer) -> None:
     model = {
         "state": "loaded",
         "reason": "it was loaded",

@@ -335,7 +335,7 @@ async def test_failed_prefill_is_retried_at_another_endpoint(open_pair, failure)
 
 
 @pytest.mark.parametrize("failure", [breaks, is_busy, fails, fails_in_an_event, ends_early, babbles])
-async def test_decode_endpoint_computes_the_whole_request_without_another_prefill_endpoint(open_pair, failure):
+async def test_decode_endpoint_computes_the_whole_request_if_the_only_prefill_endpoint_fails(open_pair, failure):
     async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         failure(pair, await pair.ask_of("p"))
         await responded_whole(pair, response, "d", "prefill_failed")
@@ -482,7 +482,7 @@ async def test_end_of_the_hold_ends_the_wait_for_a_decode_endpoint(open_pair, en
         await pair.assert_all_free()
 
 
-async def test_prefill_endpoint_computes_the_whole_request_without_a_healthy_decode_endpoint(open_pair):
+async def test_prefill_endpoint_computes_the_whole_request_if_the_decode_endpoint_is_drained(open_pair):
     async with open_pair(leases_max=1) as pair:
         async with pair.client().ask(TEXT, body(n=2)) as other, pair.client().ask(TEXT, body()) as response:
             in_the_way = await pair.ask_of("d")

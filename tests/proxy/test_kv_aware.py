@@ -195,7 +195,7 @@ async def test_router_stops_reading_the_cache_events_of_a_removed_endpoint(open_
 
 @pytest.fixture
 def held_naming(monkeypatch):
-    """Return an event. The naming of a prompt begins, but does not end before the event is set."""
+    """Return an event. The router cannot finish the block names of any prompt before the event is set."""
     event = trio.Event()
     names = PromptBlocks.names
 
@@ -223,7 +223,9 @@ async def test_request_whose_prompt_is_being_named_is_counted_and_can_leave(open
         assert not any(server.engine.stats().steps_total for server in setup.servers.values())
 
 
-async def test_requests_being_named_count_for_the_queue_limit(open_routed, held_naming, autojump_clock):
+async def test_requests_whose_prompts_are_being_named_count_towards_the_queue_limit(
+    open_routed, held_naming, autojump_clock
+):
     async with open_routed(leases_max=1, queue_requests_max=1) as setup, trio.open_nursery() as nursery:
         await known(setup)
         for _ in range(3):  # There is a lease for one request at each endpoint, and one queue position.

@@ -1,4 +1,4 @@
-"""Tests how the router combines load reports of an endpoint with its own counts of requests."""
+"""Tests how the router combines an endpoint's load reports with the router's own counts of requests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def respond(end: MemoryEnd, content: object) -> None:
 
 
 async def test_response_that_arrives_with_a_load_report_frees_its_slot_only_once(nursery, autojump_clock):
-    """The endpoint had ended the request before its report, and the router reads the report before the response."""
+    """The endpoint sends the load report after the end of the request, but the router reads the report first."""
     endpoint = Endpoint(nursery)
     watch = WatchSettings(health_seconds=100, load_seconds=1)
     async with open_memory_router({"a": endpoint.connect}, models={"fake": "fake"}, watch=watch) as router:

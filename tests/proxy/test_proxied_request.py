@@ -463,7 +463,7 @@ async def test_prefix_names_are_computed_only_for_policies_that_use_them(open_se
 
 
 async def test_full_tokenizer_queue_of_one_key_does_not_mark_the_endpoint_busy(open_pair):
-    """Otherwise one caller could stop all requests to the endpoint."""
+    """If the router treated the endpoint as busy, one caller could stop all requests to the endpoint."""
     async with open_pair("w1") as routed:
         async with routed.client().ask("/tokenize", {"model": "fake", "prompt": "x"}) as response:
             ask = await routed.ask_of("w1")

@@ -52,7 +52,7 @@ def test_requests_sent_before_a_time_are_counted():
     assert [times.count_at(moment) for moment in (0.5, 1.0, 2.0, 2.5, 9.0)] == [0, 1, 3, 3, 4]
 
 
-def test_count_of_sent_requests_continues_although_old_times_are_dropped():
+def test_sent_requests_are_still_counted_after_their_send_times_are_dropped():
     times = SentTimes()
     for index in range(10_000):
         times.note(index * 0.1)

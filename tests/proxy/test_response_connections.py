@@ -82,7 +82,7 @@ async def test_second_turn_has_the_first_one_in_its_prompt_and_runs_at_the_same_
         assert [server.engine.stats().steps_total > 0 for server in setup.servers.values()].count(True) == 1
 
 
-async def test_conversation_continues_at_another_endpoint_when_its_own_one_is_gone(open_router):
+async def test_conversation_continues_at_another_endpoint_if_its_endpoint_is_gone(open_router):
     async with open_router() as setup, setup.router.websocket(PATH) as socket:
         first = (await ask(socket, "Who are you?"))["response"]
         [home] = [id for id, server in setup.servers.items() if server.engine.stats().steps_total]
@@ -93,7 +93,7 @@ async def test_conversation_continues_at_another_endpoint_when_its_own_one_is_go
         assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
 
 
-async def test_response_resumes_at_another_endpoint_when_its_own_one_breaks(open_router):
+async def test_response_resumes_at_another_endpoint_if_its_endpoint_breaks(open_router):
     async with (
         open_router(engine={"paused": True}, failures_max=1_000_000, continuations_per_second_max=1e6) as setup,
         setup.router.websocket(PATH) as socket,
@@ -129,7 +129,7 @@ async def test_client_that_leaves_frees_its_lease_and_the_blocks_of_its_endpoint
             server.engine.resume()
 
 
-async def test_cancelled_response_ends_and_the_connection_goes_on(open_router):
+async def test_connection_continues_after_a_cancelled_response(open_router):
     async with open_router(engine={"paused": True}) as setup, setup.router.websocket(PATH) as socket:
         await create(socket)
         await wait_all_tasks_blocked()
@@ -169,7 +169,7 @@ async def test_warm_up_generates_nothing_and_can_be_continued(open_router):
         ({"temperature": -1}, 400, None),
     ],
 )
-async def test_refused_message_gets_an_error_and_the_connection_goes_on(open_router, fields, status, code):
+async def test_connection_continues_after_the_error_for_a_refused_message(open_router, fields, status, code):
     async with open_router() as setup, setup.router.websocket(PATH) as socket:
         event = await ask(socket, **fields)
         assert (event["type"], event["status"]) == ("error", status)
@@ -310,7 +310,7 @@ async def test_connections_with_equal_request_ids_have_sessions_of_their_own(ope
         assert (await ask(socket))["type"] == "response.completed"
 
 
-async def test_connection_is_closed_at_its_highest_age(open_router, autojump_clock):
+async def test_connection_is_closed_when_it_reaches_the_maximum_age(open_router, autojump_clock):
     limits = ConnectionSettings(seconds_max=60)
     async with open_router(connections=limits) as setup, setup.router.websocket(PATH) as socket:
         event = await until(socket, *ENDS)
@@ -322,7 +322,7 @@ async def test_connection_is_closed_at_its_highest_age(open_router, autojump_clo
 
 
 @pytest.mark.parametrize("move", ["true", "false"])
-async def test_next_turn_runs_at_another_endpoint_after_its_own_one_was_drained(open_router, move):
+async def test_next_turn_runs_at_another_endpoint_after_its_endpoint_was_drained(open_router, move):
     async with open_router(engine={"paused": True}) as setup, setup.router.websocket(PATH) as socket:
         await create(socket, "Who are you?")
         await wait_all_tasks_blocked()

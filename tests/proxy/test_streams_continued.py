@@ -25,7 +25,7 @@ def counted(pair, name: str) -> dict[str, float]:
 
 
 async def the_ask(pair, *, without=()):
-    """Return the endpoint id and the request that is the only open request of all endpoints."""
+    """Return the only open request of all endpoints, together with the id of its endpoint."""
     await wait_all_tasks_blocked()
     [(id, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open if ask not in without]
     return id, ask
@@ -308,7 +308,7 @@ async def on_trial(pair, *, code=None):
     return left
 
 
-async def test_request_at_two_broken_endpoints_resumes_once_one_of_them_is_alive(open_pair, autojump_clock):
+async def test_request_that_broke_at_two_endpoints_resumes_when_one_of_them_is_healthy(open_pair, autojump_clock):
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
         _, second = await on_trial(pair)
         assert not any(endpoint.open for endpoint in pair.endpoints.values())

@@ -186,7 +186,7 @@ async def test_streams_of_a_draining_router_can_resume_at_the_other_router(autoj
             assert await text_of(second) == TEXT
 
 
-async def test_stream_that_no_client_requests_again_ends(autojump_clock):
+async def test_stream_ends_if_no_client_requests_it_again(autojump_clock):
     async with opened() as setup:
         async with setup.ask("one") as response:
             await setup.step(4)
@@ -292,7 +292,7 @@ async def test_concurrent_searches_for_streams_are_limited(open_pair, autojump_c
     await pair.assert_all_free()
 
 
-async def test_found_stream_gets_its_lease_above_the_limit(autojump_clock):
+async def test_stream_of_a_dead_router_that_a_client_resumes_may_exceed_the_lease_limit(autojump_clock):
     async with opened("a", leases_max=1) as setup, setup.ask("two", id="other") as other:
         await setup.step(1)
         async with setup.ask("one") as first:
@@ -506,7 +506,7 @@ async def test_clients_of_a_single_router_get_no_ids(autojump_clock):
         assert b"id: " not in await response.read()
 
 
-def test_unused_found_stream_is_ended_with_its_reader_number():
+def test_notice_that_ends_an_unused_found_stream_has_its_reader_number():
     said: list[ClientLeftNotice] = []
 
     class Heard(ClientLeftNotices):

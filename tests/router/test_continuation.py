@@ -262,7 +262,7 @@ def test_stream_of_a_disaggregated_request_resumes_at_one_endpoint(make_router):
     assert ticket.endpoint == prefilled_by, "this endpoint has the prompt"
 
 
-def test_router_searches_few_times_when_an_endpoint_with_hundreds_of_streams_fails(make_router, monkeypatch):
+def test_failure_of_an_endpoint_with_hundreds_of_streams_causes_few_lease_searches(make_router, monkeypatch):
     router = make_router(failures_max=10_000, continuations_per_second_max=1e6)
     router.endpoint("a", leases_max=200)
     tickets = [streaming(router) for _ in range(200)]
@@ -297,7 +297,7 @@ def test_fingerprint_of_a_removed_endpoint_is_ignored(make_router):
     router.core.note_fingerprint(EndpointId("gone"), "x")
 
 
-def test_streams_that_were_at_the_same_two_failed_endpoints_get_one_more_try(make_router):
+def test_streams_that_shared_two_failed_endpoints_get_one_more_attempt(make_router):
     router = make_router(breaks_max=2, failures_max=1)
     a = router.endpoint("a")
     streams = [streaming(router) for _ in range(3)]
@@ -358,7 +358,7 @@ def on_trial(make_router, *, clocks="abc", fault=Fault.BROKE, is_certain=False, 
 
 
 @pytest.mark.parametrize("fault", [Fault.BROKE, Fault.HUNG])
-def test_stream_is_cleared_if_the_process_of_its_endpoint_still_runs(make_router, fault):
+def test_stream_resumes_if_the_process_of_its_failed_endpoint_still_runs(make_router, fault):
     router, ticket = on_trial(make_router, fault=fault)
     assert ticket.state is TicketState.WAITING
     report_load(router, "b", "b")
@@ -368,7 +368,7 @@ def test_stream_is_cleared_if_the_process_of_its_endpoint_still_runs(make_router
     assert sum(leases(router).values()) == 1
 
 
-def test_stream_ends_once_all_its_endpoints_have_another_clock(make_router):
+def test_stream_ends_if_the_processes_of_all_its_endpoints_were_replaced(make_router):
     router, ticket = on_trial(make_router)
     report_well(router, "a", "new")
     assert ticket.state is TicketState.WAITING
@@ -436,7 +436,7 @@ def test_stream_that_waits_for_the_check_of_an_endpoint_ends_if_the_endpoint_is_
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_stream_that_must_wait_for_checks_of_endpoints_loses_its_next_lease(make_router):
+def test_stream_that_waits_for_checks_of_endpoints_releases_the_lease_at_its_next_endpoint(make_router):
     router = make_router(breaks_max=1)
     for id in "ab":
         router.endpoint(id)
@@ -451,7 +451,7 @@ def test_stream_that_must_wait_for_checks_of_endpoints_loses_its_next_lease(make
     assert ticket.state is TicketState.LEASED
 
 
-def test_stream_of_a_hosted_model_waits_for_its_next_load_if_its_endpoint_was_drained_first(make_router):
+def test_stream_waits_for_the_next_load_of_its_model_if_its_draining_endpoint_fails(make_router):
     router = make_router()
     router.core.host(["m"], TicketFollower())
     waiting = router.enter()

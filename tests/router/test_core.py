@@ -681,7 +681,7 @@ def test_requests_that_lost_endpoints_together_get_more_tries(make_router):
     assert isinstance(first.refusal, RequestPoisoned)
 
 
-def test_router_searches_few_times_when_an_endpoint_with_hundreds_of_requests_fails(make_router, monkeypatch):
+def test_failure_of_an_endpoint_with_hundreds_of_requests_causes_few_lease_searches(make_router, monkeypatch):
     router = make_router(queue_requests_max=1000)
     router.endpoint("a", leases_max=300)
     tickets = [router.sent() for _ in range(300)]

@@ -222,7 +222,7 @@ def test_cache_of_a_busy_model_becomes_larger_again_after_a_turn():
     assert models.held_bytes == 10
 
 
-def test_cache_that_failed_to_change_keeps_its_size():
+def test_cache_keeps_its_size_if_resizing_it_fails():
     models = models_of(cached("a"), spec("b", 3), memory=10)
     models.release(load(models, "a", 0), 1)
     models.wait("b", 5)

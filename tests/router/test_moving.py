@@ -103,7 +103,7 @@ def test_stream_that_must_not_resume_releases_both_leases(make_router):
     assert leases(router) == {"b": 0}
 
 
-def test_stream_whose_lease_has_ended_holds_a_lease_at_its_next_endpoint_until_it_resumes(make_router):
+def test_moving_stream_whose_lease_ended_at_its_first_token_holds_a_new_lease_until_it_resumes(make_router):
     router = make_router(lease_until="first_token")
     a = router.endpoint("a")
     ticket = streaming(router)

@@ -141,7 +141,7 @@ def test_loss_of_blocks_is_ignored_after_the_request_was_sent(pair):
     assert outcomes(router) == {PairOutcome.PAIRED: 1}
 
 
-def test_failed_decode_endpoint_is_replaced_and_finally_by_the_prefill_endpoint(pair):
+def test_request_of_failed_decode_endpoints_moves_to_another_one_and_finally_to_the_prefill_endpoint(pair):
     router = pair(decode="d e", attempts_max=4, retries_per_second_min=10.0)
     ticket = computed(router)
     first = ticket.endpoint

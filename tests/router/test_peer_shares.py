@@ -74,7 +74,7 @@ def test_partitioned_router_gets_the_whole_limit_of_an_endpoint_that_only_it_rea
     assert a.share(E, LIMIT, 3.0) == LIMIT
 
 
-def test_returned_router_counts_at_once_and_grants_only_one_lease_itself():
+def test_rejoining_router_may_grant_one_lease_at_first_then_both_routers_share_the_limit():
     a, b = settled("a", "b"), settled("b", "a")
     a.note_alive("b", False)
     a.note_report(E, {"b": 60.0}, 100.0)

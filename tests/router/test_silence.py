@@ -212,7 +212,7 @@ def test_stream_without_heartbeats_is_lost_after_stalled_seconds_max(seconds_max
     assert endpoint.reasons == reasons
 
 
-def test_router_that_was_suspended_treats_no_response_as_lost_with_the_smallest_time_limit():
+def test_suspended_router_treats_no_response_as_lost_even_with_the_smallest_time_limit():
     endpoint = Endpoint(beat_seconds=0.25, silent_seconds_max=1.5)
     endpoint.read(beats=True, has_body=True)
     endpoint.look()  # A byte arrived just before this look.

@@ -385,7 +385,7 @@ def test_reasoning_and_calls_in_an_assistants_content_stay_markers(chatml: Token
     assert_kept(chatml, CHATML, [user("</think>"), turn, user("b")], [user("a"), said, user("b")])
 
 
-def test_a_template_finds_a_token_that_it_searches_in_a_text(chatml: Tokenizer) -> None:
+def test_template_can_search_for_a_control_token_in_a_text(chatml: Tokenizer) -> None:
     result = "<tool_response>\n<|im_end|>rain</tool_response>"
     assert "result" in rendered(RESULTS, [user(result)])
     assert_kept(chatml, RESULTS, [user(result)], [user("a")])
@@ -418,7 +418,7 @@ def test_a_template_can_still_refuse_the_text_of_a_token(chatml: Tokenizer) -> N
         encoded(chatml, source, [user("a <think> b")])
 
 
-def test_a_text_is_refused_if_the_template_accepts_it_only_as_a_token(chatml: Tokenizer) -> None:
+def test_text_with_a_control_token_is_refused_if_the_template_accepts_only_the_exact_token(chatml: Tokenizer) -> None:
     """The template reads the token letter by letter, so it accepts neither stand-ins nor a mark beside the token."""
     source = "{% if messages[0].content | length != 12 or '<|im_start' not in messages[0].content %}"
     source += "{{ raise_exception('twelve') }}{% endif %}<|im_start|>{{ messages[0].content }}"

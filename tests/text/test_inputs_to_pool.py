@@ -81,7 +81,7 @@ def test_the_longer_text_of_a_pair_is_truncated_first(
 
 
 @pytest.mark.parametrize("text", ["a b ", "a[SEP]b ", "a[SEP]"])
-def test_a_label_is_encoded_as_the_token_that_it_adds(text: str, tokenizer: Tokenizer) -> None:
+def test_each_label_has_the_id_of_the_token_that_it_adds(text: str, tokenizer: Tokenizer) -> None:
     encoded = tokenizer.encode_labelled(text, ["c", "no"], add_special_tokens=False)
     assert encoded.token_ids == tokenizer.encode(text, add_special_tokens=False)
     assert encoded.label_token_ids == (C, WORDS.index("no"))

@@ -210,7 +210,7 @@ def test_a_token_that_the_grammar_excludes_sets_a_fault():
     assert masks_of(guide, (1, 2)) == [set(), set(), set()]
 
 
-def test_stop_tokens_but_not_ignored_end_tokens_are_allowed_where_the_grammar_may_end():
+def test_stop_tokens_are_allowed_where_the_grammar_may_end_but_ignored_end_tokens_are_not():
     structured = StructuredOutput.regex("a+")
     assert masks_of(walked(guide_for(structured=structured), "a")) == [{ord("a"), END_TOKEN_ID}]
     assert masks_of(guide_for(structured=structured)) == [{ord("a")}]

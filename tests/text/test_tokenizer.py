@@ -161,7 +161,7 @@ def test_name_of_a_tokenizer_depends_on_vocabulary_and_template(byte_level: Toke
     ("{% for m in messages %}<|user|>{{ m['content'] }}\n{% endfor %}", [0]),
     ("{{ raise_exception('no') }}", [0]),
 ])  # fmt: skip
-def test_end_tokens_are_eos_and_the_token_that_the_template_writes_after_a_turn(
+def test_end_tokens_are_eos_and_the_token_that_ends_a_turn_in_the_template(
     template: str | None, ends: list[int], byte_level_metadata: dict[str, Any]
 ) -> None:
     metadata = byte_level_metadata | {"tokenizer.ggml.eos_token_id": 0}

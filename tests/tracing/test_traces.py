@@ -58,7 +58,7 @@ async def test_request_of_a_server_is_one_span_with_its_phases_as_events(collect
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-async def test_span_of_a_cancelled_request_ends_with_events_for_cancel_and_freed_blocks(
+async def test_span_of_a_cancelled_running_request_ends_with_the_events_cancel_and_free(
     collector, otel, steps, autojump_clock
 ):
     async with open_memory_server(tracer=otel.tracer, step_seconds=1) as server:
@@ -75,9 +75,7 @@ async def test_span_of_a_cancelled_request_ends_with_events_for_cancel_and_freed
     assert all(span.ended_at <= generated.ended_at for span in collector.spans if span.parent_id == generated.id)
 
 
-async def test_span_of_a_cancelled_waiting_request_ends_with_events_for_cancel_and_free(
-    collector, otel, autojump_clock
-):
+async def test_span_of_a_cancelled_queued_request_ends_with_the_events_cancel_and_free(collector, otel, autojump_clock):
     async with open_memory_server(tracer=otel.tracer, step_seconds=1, max_num_seqs=1) as server:
         async with server.client().ask(PATH, body(max_tokens=50, stream=True)):
             with trio.move_on_after(2):

@@ -57,7 +57,7 @@ async def test_at_most_the_configured_number_of_jobs_runs_at_the_same_time(autoj
     assert trio.current_time() - began_at == pytest.approx(5, abs=0.01)
 
 
-async def test_key_with_waiting_jobs_gets_its_share_beside_keys_that_start_new_jobs_at_once(autojump_clock):
+async def test_key_with_many_waiting_jobs_gets_a_fair_share_beside_keys_with_one_job_at_a_time(autojump_clock):
     """Each of three keys starts a new job as soon as its last job ends. A fourth key has many waiting jobs, and gets a
     quarter of the turns.
     """
@@ -144,7 +144,7 @@ async def test_only_the_key_with_too_many_waiting_jobs_is_refused(autojump_clock
     nursery.cancel_scope.cancel()
 
 
-async def test_keys_take_turns_at_functions_in_threads():
+async def test_keys_take_turns_in_calls_that_run_in_threads():
     places = FairSlots(1, what="forms")
     done: list[str] = []
 

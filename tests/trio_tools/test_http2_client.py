@@ -191,7 +191,7 @@ def test_http2_flow_control_windows_have_the_requested_sizes():
     assert pair.server.outbound_flow_control_window == 200_000
 
 
-def test_withheld_credit_stops_only_one_response():
+def test_withheld_flow_control_credit_stops_only_one_response():
     pair = Pair(window_bytes=100)
     (number, heard), (other, _) = pair.ask(), pair.ask()
     for one in (number, other):

@@ -42,7 +42,7 @@ START = (SOUND.start_id, SOUND.languages["en"], SOUND.transcribe_id)
 
 
 class Speech:
-    """Scripts the engine. The text of a window is cut at numbers, which are timestamps.
+    """Scripts the engine. The output of a window is a list of texts and timestamps (numbers).
 
     Args:
         windows: output of each window, in order.

@@ -252,7 +252,7 @@ async def test_another_caller_can_neither_read_nor_delete_a_stream(autojump_cloc
         await server.engine.step()
 
 
-async def test_name_of_a_running_stream_is_refused_and_name_of_a_finished_stream_is_reused(autojump_clock):
+async def test_stream_id_can_be_reused_only_after_the_stream_has_finished(autojump_clock):
     async with opened() as server:
         async with request_stream(server) as response:
             await server.engine.step(2)

@@ -94,7 +94,7 @@ def test_every_replay_is_in_the_table_and_in_the_json(capsys):
     assert all(one["retention"]["has_retention"] and not one["recency"]["has_retention"] for one in comparisons)
 
 
-def test_prefetches_load_before_the_turn_what_a_host_store_loads_in_it():
+def test_prefetches_reduce_the_tokens_that_turns_load_from_the_host_store():
     traffic = drawn("agents", clients=6)
     host, prefetch = (
         replay(traffic, 0.5, "gpu", SCALE, has_retention=True, load_us=5.0, prefetches=prefetches)

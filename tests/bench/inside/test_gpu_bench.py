@@ -148,7 +148,7 @@ def test_part_without_time_is_cut_off_with_exit_code_3(capsys: pytest.CaptureFix
     assert "time is over" in capsys.readouterr().out
 
 
-def test_failed_part_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_part_does_not_end_the_other_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Exit codes: 3 if only time was missing, 1 if one part crashed."""
     codes = {"machine": 0, "checks": 3, "kernels": -9}
     began: list[str] = []
@@ -222,7 +222,7 @@ def test_overlapped_steps_are_launched_before_the_last_tokens_are_known(monkeypa
 
 @pytest.mark.slow
 def test_kv_cache_of_a_runner_is_freed_before_the_next_runner_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise its memory would count as in use."""
+    """If the old cache were not freed, the new runner would count its memory as in use."""
     pages: list[weakref.ref[torch.Tensor]] = []
     allocate, make = TorchStepModel.allocate_kv, steps.make_runner
 

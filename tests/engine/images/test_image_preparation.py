@@ -21,7 +21,7 @@ def model_of(**changes):
 
 
 def wanted_of(prompt: str = "a cat", params: ImageParams | None = None, limits=None, **changes):
-    """Return the description of the images that is made when a request is entered."""
+    """Prepare an image request, and return the description of its images."""
     model = model_of(**changes)
     preparation = ImagePreparation(model, limits or ImageRequestLimits(), step_work_max=8)
     return preparation.wanted(prompt, params or ImageParams(), priority=0)

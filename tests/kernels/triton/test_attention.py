@@ -182,7 +182,7 @@ def test_paged_attention_with_slopes_equals_the_reference(
     check_close(got, wanted)
 
 
-def test_unused_row_gives_zeros_if_there_is_only_one_part(
+def test_unused_row_is_zero_if_attention_has_only_one_part(
     numbers: Callable[..., Tensor], paged: Callable[..., Paged]
 ) -> None:
     case = paged((0, 5), 16, 1, 64, torch.float32)
@@ -263,7 +263,7 @@ def check_last_key(case: Paged, check_close: Callable[..., None], window: int | 
 
 
 @SHAPES
-def test_chunks_of_any_length_in_one_launch(
+def test_chunks_of_different_lengths_in_one_launch_equal_the_reference(
     head_dim: int,
     kv_heads: int,
     group: int,

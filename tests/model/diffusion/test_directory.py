@@ -66,12 +66,12 @@ def test_class_without_a_name_is_named_by_its_number(changed):
     assert describe_at(path).classes[:4] == ("0", "1", "owl", "3")
 
 
-def test_classes_after_the_last_named_class_do_not_exist(changed):
+def test_unnamed_classes_after_the_last_named_class_are_not_offered(changed):
     path = changed("dit", "model_index.json", id2label={"1": "owl", "0": "cat"})
     assert describe_at(path).classes == ("cat", "owl")
 
 
-def test_unsupported_scheduler_leaves_the_other_samplers(changed):
+def test_checkpoint_with_an_unsupported_scheduler_can_use_other_samplers(changed):
     path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "HeunDiscreteScheduler"])
     assert describe_at(path).samplers == ("ddim", "dpm++", "euler", "euler-ancestral", "pndm")
 
@@ -141,7 +141,7 @@ def test_unsupported_scheduler_setting_is_refused(changed, fields, says):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
-def test_network_with_other_additional_input_is_refused(changed):
+def test_network_with_additional_input_channels_is_refused(changed):
     with pytest.raises(ModelLoadError, match="in_channels is 8, but latents have 4"):
         ImageDirectory(changed("stable-diffusion", "unet/config.json", in_channels=8))
 
@@ -382,7 +382,7 @@ def test_too_large_tokenizer_file_is_refused(changed, monkeypatch):
 
 def test_progress_callback_can_end_the_loading_of_an_image_model(checkpoint):
     class Enough(Exception):
-        """Raised by the callback."""
+        """The error that the progress callback raises."""
 
     reported = []
 

@@ -35,7 +35,7 @@ def settings() -> ModelSettings:
 
 
 def generated(runner: ModelRunner) -> dict[str, list[int]]:
-    """Generate tokens for a greedy and a sampled request with the same prompt. Return them by name."""
+    """Return the output tokens of a greedy and of a sampled request with the same prompt, by request name."""
     runner.allocate_kv(BLOCK_COUNT)
     core = EngineCore(
         CoreSettings(block_count=BLOCK_COUNT, block_size=4, context_tokens_max=256, max_num_seqs=4, step_tokens_max=16)

@@ -174,7 +174,7 @@ def test_ranks_in_processes_compute_the_same_tokens_as_one_process(
 def test_step_abandoned_by_one_rank_ends_in_all_ranks(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, grouped: Callable[..., Group]
 ) -> None:
-    """The next step is computed again."""
+    """Execute one step five times. Both ranks abandon the step if at least one of them asks for it."""
     runners = grouped(tiny_checkpoint("llama"), 2)
 
     def work(runner: ModelRunner, rank: int) -> list[bool]:

@@ -193,7 +193,9 @@ def test_layers_that_share_keys_and_values_stay_together(tiny_checkpoint: Callab
         stage_runs(checkpoint, 4)
 
 
-def test_layer_that_adds_the_result_of_a_shortcut_stays_with_its_source(tiny_checkpoint: Callable[[str], Path]) -> None:
+def test_layer_that_adds_a_shortcut_is_in_the_same_stage_as_the_source_of_the_shortcut(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint("longcat-flash"))
     assert stage_runs(checkpoint, 2) == ((0, 2), (2, 2))
     with pytest.raises(StartupError, match="4 layers, some of which use results of others: 2 stages are possible"):
@@ -231,7 +233,7 @@ def test_abandoned_step_is_abandoned_in_later_stages(
 
 @pytest.mark.parametrize("cpu_kernels", ["native", "torch"])
 @pytest.mark.parametrize("layers", [(0,), (0, 1)])
-def test_stages_take_their_layers_of_an_adapter(
+def test_each_stage_takes_only_the_adapter_matrices_of_its_own_layers(
     layers: tuple[int, ...], cpu_kernels: str, tiny_checkpoint: Callable[[str], Path], rank_program: ModuleType
 ) -> None:
     path = tiny_checkpoint("llama")

@@ -150,7 +150,7 @@ class RankGroup:
         return self.execute_with_votes(plan, [is_abandoned] * len(self.runners))
 
     def execute_with_votes(self, plan: StepPlan, votes: Sequence[IsAbandoned]) -> StepResult | None:
-        """Execute a step in which each rank has its own abandonment."""
+        """Execute a step. Each rank gets its own flag that abandons the step."""
         results = self._each(lambda rank: self.runners[rank].execute(plan, votes[rank]))
         for result in results[1:]:
             assert result == results[0], "ranks disagree"
