@@ -12,6 +12,7 @@ import trio
 from trioserve.contracts.errors import DiskFull, StoreFault, StoreFull
 from trioserve.store.database import FILE_NAME, StoreDatabase
 from trioserve.store.full_disk import RESERVE_BYTES, RESERVE_FILE_NAME, UNWRITTEN_BYTES_MAX, DiskReserve
+from trioserve.store.settings import StoreSettings
 from trioserve.store.store import open_store
 from trioserve.store.stored_objects import (
     AppendBlob,
@@ -20,7 +21,6 @@ from trioserve.store.stored_objects import (
     Quota,
     QuotaExceeded,
     ReplaceObject,
-    StoreSettings,
 )
 from trioserve.testing.inline_work import open_inline_store
 
