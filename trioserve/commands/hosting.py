@@ -207,7 +207,7 @@ class ModelProcesses:
         Args:
             name: the model.
             adapter: name of the adapter.
-            path: its directory. None: the model has it no more.
+            path: its directory. None: the model is loaded without it.
         """
         model = self._models[name]
         others = [each for each in lora_modules(model.engine.get("lora_modules", ())) if each.name != adapter]

@@ -227,7 +227,7 @@ class Flag(NamedTuple):
 
 
 FLAGS = {
-    # These flags change the speed or the memory of something that trioserve does not have. So all values are ignored.
+    # The server ignores all values of these flags, because they tune parts that trioserve does not have.
     "--swap-space": Flag(ANY),
     "--max-seq-len-to-capture": Flag(ANY),
     "--compilation-config": Flag(ANY),
@@ -244,7 +244,7 @@ FLAGS = {
     "--mm-processor-cache-gb": Flag(ANY),
     "--prefix-caching-hash-algo": Flag(ANY),
     "--scheduling-policy": Flag(("fcfs", "priority"), "priorities always count, and equals keep their order"),
-    # These flags are accepted only with values that match the behaviour of trioserve.
+    # The server accepts these flags only with values that match its behaviour.
     "--num-scheduler-steps": Flag(("1",), "there are no multi-step schedules: leave the flag out"),
     "--data-parallel-size": Flag(("1",), ONE_DEVICE),
     "--data-parallel-backend": Flag(("mp",), ONE_DEVICE),
@@ -258,7 +258,7 @@ FLAGS = {
     "--convert": Flag(("auto", "none", "embed"), DETECTED),
     "--response-role": Flag(("assistant",), "every response has the role assistant: leave the flag out"),
     "--cpu-offload-gb": Flag(("0",), "weights stay on the device that uses them: use a smaller or a quantized model"),
-    # These flags are refused with any value.
+    # The server refuses these flags with any value.
     "--hf-token": Flag((), "set the environment variable HF_TOKEN, which other users of the machine cannot read"),
     "--hf-overrides": Flag((), CONFIG_COUNTS),
     "--rope-scaling": Flag((), CONFIG_COUNTS),

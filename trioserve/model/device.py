@@ -458,7 +458,7 @@ LARGE_GPU_BYTES = 70 * 2**30
 CUDA_ERROR_NO_DEVICE = 100
 # Errors of the CUDA runtime after which every call of the same process fails, from NVIDIA's description of cudaError.
 STICKY_CODES = frozenset((214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721))
-# The same errors as text, because Triton and NCCL raise errors without a code.
+# Triton and NCCL raise errors without a code. These texts identify the errors above.
 STICKY_TEXTS = (
     "illegal memory access",
     "illegal instruction",

@@ -128,13 +128,13 @@ async def unload_adapter(context: RouterContext) -> None:
 
 
 async def _ask_model(context: RouterContext, models: ModelRuns[EndpointSpec], name: str, body: bytes) -> list[_Answer]:
-    """Send the request to the endpoint of a model on demand, which is loaded first, and stays loaded meanwhile."""
+    """Load a model on demand if necessary, send the request to its endpoint, and keep it loaded until the answer."""
     async with models.leased(name) as spec:
         return await _ask(context, [spec.endpoint_id], body, seconds_max=LOAD_SECONDS_MAX)
 
 
 async def _unload_hosted(context: RouterContext, models: ModelRuns[EndpointSpec], adapter: str, body: bytes) -> None:
-    """Remove an adapter from a model on demand. A model that is not loaded has it no more at its next load."""
+    """Remove an adapter from a model on demand. If the model is not loaded, its next load omits the adapter."""
     name = models.base(adapter)
     answers: list[_Answer] = []
     if models.loaded(name) is not None:

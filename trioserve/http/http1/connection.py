@@ -50,7 +50,7 @@ class H11Connection:
         received: bytes that have already been read from the transport.
 
     Attributes:
-        on_known: called when a request shows an API key. None: nobody counts such connections.
+        on_known: called when a request shows an API key. None: such connections are not counted.
         protocol, write_count: see ExchangeOwner.
     """
 
