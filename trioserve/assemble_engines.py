@@ -13,6 +13,8 @@ import trio
 from trioserve.admission.model_runs import ModelRuns, ModelStatus
 from trioserve.assemble import open_configured_engine
 from trioserve.assemble_model import LoggedProgress
+from trioserve.asyncio.engine import Engine as AsyncioEngine
+from trioserve.asyncio.engine import OnTrio, awaited, called, for_asyncio
 from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.engine.engine import Engine
 from trioserve.model.device import free_host_bytes
@@ -28,7 +30,15 @@ from trioserve.router.settings import HostedModelsSettings
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.own_run import check_is_in_trio, opened_once
 
-__all__ = ["Engines", "engine_options_of", "memory_budget", "model_spec", "open_engines"]
+__all__ = [
+    "AsyncioEngines",
+    "Engines",
+    "engine_options_of",
+    "memory_budget",
+    "model_spec",
+    "open_asyncio_engines",
+    "open_engines",
+]
 
 
 def engine_options_of(model: HostedModelOptions, common: Mapping[str, Any]) -> EngineOptions:
@@ -179,6 +189,30 @@ class Engines:
         return self._runs.held_bytes
 
 
+class AsyncioEngines(OnTrio[Engines]):
+    """Several engines of one asyncio program, created by trioserve.asyncio.open_engines. See OnTrio."""
+
+    load = called(Engines.load)
+    unload = called(Engines.unload)
+    wait_until_settled = awaited(Engines.wait_until_settled)
+    statuses = called(Engines.statuses)
+
+    @asynccontextmanager
+    async def engine(self, name: str) -> AsyncIterator[AsyncioEngine]:
+        """Wait until an engine is open, and keep it open inside of the scope. See trioserve.Engines.engine.
+
+        Args:
+            name: name of the model.
+        """
+        async with self.thread.entered(partial(self.on_trio.engine, name)) as engine:
+            yield AsyncioEngine(self.thread, engine)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all models that are open, being opened or being closed, in bytes."""
+        return self.thread.call(lambda: self.on_trio.held_bytes)
+
+
 @opened_once
 async def open_engines(
     models: Mapping[str, Mapping[str, Any]],
@@ -224,6 +258,10 @@ async def open_engines(
             await nursery.start(runs.run)
             yield Engines(runs)
             nursery.cancel_scope.cancel()
+
+
+open_asyncio_engines = for_asyncio(open_engines, AsyncioEngines)
+"""The function `trioserve.asyncio.open_engines`."""
 
 
 async def _set_asleep(engine: Engine, asleep: bool) -> None:

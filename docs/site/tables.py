@@ -402,10 +402,11 @@ def _described_engine() -> str:
 
 
 def _described_asyncio() -> str:
-    from trioserve.asyncio import Engine, PoolingStream, RequestStream, cancel_on_disconnect
+    from trioserve.asyncio import Engine, Engines, PoolingStream, RequestStream, cancel_on_disconnect
 
     streams = _described(RequestStream, members=STREAM_MEMBERS) + "\n\n" + _described(PoolingStream)
-    return "\n\n".join((_described(Engine, members=ENGINE_MEMBERS), streams, _described(cancel_on_disconnect)))
+    engines = _described(Engine, members=ENGINE_MEMBERS) + "\n\n" + _described(Engines)
+    return "\n\n".join((engines, streams, _described(cancel_on_disconnect)))
 
 
 def _described_application() -> str:

@@ -62,7 +62,12 @@ async def text_of(engine: Engine, prompt: str = "a prompt", sampling: SamplingPa
 
 def test_asyncio_engine_has_every_method_of_the_trio_engine_with_equal_parameters():
     """Covers the public methods of the Trio engine, except those that other packages use to drive the engine."""
-    for ours, theirs in ((Engine, TrioEngine), (trioserve.asyncio.ImageEngine, TrioImageEngine)):
+    pairs = (
+        (Engine, TrioEngine),
+        (trioserve.asyncio.ImageEngine, TrioImageEngine),
+        (trioserve.asyncio.Engines, trioserve.Engines),
+    )
+    for ours, theirs in pairs:
         for name, method in inspect.getmembers(theirs, inspect.isfunction):
             if not name.startswith("_") and name not in NOT_FOR_PROGRAMS:
                 parameters = inspect.signature(getattr(ours, name)).parameters
@@ -84,7 +89,7 @@ def test_asyncio_stream_has_every_public_name_of_the_trio_stream(ours, theirs):
 
 
 def test_open_engine_accepts_the_parameters_of_the_trio_version():
-    for name in ("open_engine", "open_image_engine"):
+    for name in ("open_engine", "open_engines", "open_image_engine"):
         assert inspect.signature(getattr(trioserve.asyncio, name)) == inspect.signature(getattr(trioserve, name))
     with pytest.raises(TypeError, match="port"):
         trioserve.asyncio.open_engine("smollm2", port=80)

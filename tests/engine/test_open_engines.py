@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 import trio
 
 import trioserve
+import trioserve.asyncio
 from trioserve.contracts.errors import NoEndpoint, StartupError
 from trioserve.model.loading.default_model import find_default_model
 
@@ -117,3 +119,34 @@ async def test_engine_sleeps_for_another_one_and_wakes_with_equal_output():
         async with engines.engine("a") as same:
             assert same is a
             assert await said(a) == first
+
+
+def test_asyncio_engines_take_turns_and_a_cancelled_caller_leaves_nothing():
+    async def said_on_asyncio(engines: trioserve.asyncio.Engines, name: str) -> str:
+        async with engines.engine(name) as engine, engine.generate("The capital of France is", PARAMS) as stream:
+            return "".join([delta.text async for delta in stream])
+
+    async def main() -> None:
+        async with trioserve.asyncio.open_engines(MODELS, **SMALL) as engines:
+            texts = [said_on_asyncio(engines, name) for name in ("a", "b", "a")]
+            assert len(set(await asyncio.gather(*texts))) == 1
+            loads = {name: status.loads for name, status in engines.statuses().items()}
+            assert set(loads.values()) == {1}
+            engines.unload("a")
+            engines.unload("b")
+            for name in MODELS:
+                await engines.wait_until_settled(name)
+            waiting = asyncio.create_task(said_on_asyncio(engines, "a"))
+            while not engines.statuses()["a"].waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            status = await engines.wait_until_settled("a")
+            assert (status.state, status.waiting, status.leases, engines.held_bytes) == ("unloaded", 0, 0, 0)
+            with pytest.raises(KeyError, match="there is no model 'c'; models are: a, b"):
+                await said_on_asyncio(engines, "c")
+
+    threads = threading.active_count()
+    asyncio.run(main())
+    assert threading.active_count() <= threads + 2  # Trio keeps idle worker threads for a while.

@@ -60,6 +60,8 @@ def test_real_engines_use_the_same_scope_class():
         trioserve.open_image_engine,
         trioserve.asyncio.open_engine,
         trioserve.asyncio.open_image_engine,
+        trioserve.open_engines,
+        trioserve.asyncio.open_engines,
     ):
         assert isinstance(opening("no-such-model"), OpenedOnce)
 

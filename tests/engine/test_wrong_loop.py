@@ -76,7 +76,7 @@ def in_another_run(function, fake):
 
 PLACES = {
     in_plain_code: "where no Trio loop runs",
-    in_asyncio: r"in an asyncio program.*trioserve\.asyncio\.open_engine",
+    in_asyncio: r"in an asyncio program.*trioserve\.asyncio\.open_",
     in_another_run: "in another Trio run than the one that opened the engine",
 }
 
@@ -101,13 +101,15 @@ async def test_call_from_another_loop_is_refused_with_advice(name, place):
     assert isinstance(raised[0], RuntimeError)
 
 
+@pytest.mark.parametrize("name", ["open_engine", "open_engines", "open_image_engine"])
 @pytest.mark.parametrize("place", [in_plain_code, in_asyncio], ids=lambda place: place.__name__)
-def test_opening_an_engine_outside_of_trio_is_refused_with_advice(place):
+def test_opening_an_engine_outside_of_trio_is_refused_with_advice(place, name):
     async def open_it(_fake: object) -> None:
-        async with trioserve.open_engine("smollm2"):
+        async with getattr(trioserve, name)({} if name == "open_engines" else "smollm2"):
             pass
 
     before = set(threading.enumerate())
-    with pytest.raises(WrongLoop, match=r"^trioserve\.open_engine was called " + PLACES[place]):
+    with pytest.raises(WrongLoop, match=rf"^trioserve\.{name} was called " + PLACES[place]) as raised:
         place(open_it, None)
+    assert place is in_plain_code or f"trioserve.asyncio.{name}(...)" in str(raised.value)
     assert not set(threading.enumerate()) - before

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trioserve.assemble import open_asyncio_engine as open_engine
+    from trioserve.assemble_engines import AsyncioEngines as Engines
+    from trioserve.assemble_engines import open_asyncio_engines as open_engines
     from trioserve.assemble_images import open_asyncio_image_engine as open_image_engine
     from trioserve.asyncio.disconnect import cancel_on_disconnect
     from trioserve.asyncio.engine import Engine, ImageEngine, Session
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Engine",
+    "Engines",
     "ImageEngine",
     "ImageStream",
     "PoolingStream",
@@ -24,11 +27,13 @@ __all__ = [
     "Session",
     "cancel_on_disconnect",
     "open_engine",
+    "open_engines",
     "open_image_engine",
 ]
 
 _LOCATIONS = {
     "Engine": ("trioserve.asyncio.engine", "Engine"),
+    "Engines": ("trioserve.assemble_engines", "AsyncioEngines"),
     "ImageEngine": ("trioserve.asyncio.engine", "ImageEngine"),
     "ImageStream": ("trioserve.asyncio.streams", "ImageStream"),
     "PoolingStream": ("trioserve.asyncio.streams", "PoolingStream"),
@@ -36,6 +41,7 @@ _LOCATIONS = {
     "Session": ("trioserve.asyncio.engine", "Session"),
     "cancel_on_disconnect": ("trioserve.asyncio.disconnect", "cancel_on_disconnect"),
     "open_engine": ("trioserve.assemble", "open_asyncio_engine"),
+    "open_engines": ("trioserve.assemble_engines", "open_asyncio_engines"),
     "open_image_engine": ("trioserve.assemble_images", "open_asyncio_image_engine"),
 }
 

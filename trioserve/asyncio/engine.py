@@ -145,9 +145,9 @@ def made(
 
 @opened_once
 async def opened_in_a_thread(
-    open_engine: Callable[[], AbstractAsyncContextManager[EngineT]], new: Callable[[TrioThread, EngineT], U]
+    open_engine: Callable[[], AbstractAsyncContextManager[ObjectT]], new: Callable[[TrioThread, ObjectT], U]
 ) -> AsyncIterator[U]:
-    """Open an engine in a Trio run of its own thread.
+    """Open an engine, or several engines, in a Trio run of its own thread.
 
     Leaving the scope closes the engine and ends the thread. All requests end with the engine: a task that still reads a
     stream gets AlreadyEnded.
@@ -163,7 +163,7 @@ async def opened_in_a_thread(
     thread = TrioThread()
     _owner = ThreadOwner(thread)
     async with thread:
-        opened: list[EngineT] = []
+        opened: list[ObjectT] = []
 
         async def keep(note_started: NoteStarted) -> None:
             async with open_engine() as engine:
@@ -209,7 +209,7 @@ async def _cancel_body_at_end_of(task: TrioTask[None]) -> AsyncIterator[None]:
 
 
 def for_asyncio(
-    opens: Callable[P, AbstractAsyncContextManager[EngineT]], new: Callable[[TrioThread, EngineT], U]
+    opens: Callable[P, AbstractAsyncContextManager[ObjectT]], new: Callable[[TrioThread, ObjectT], U]
 ) -> Callable[P, AbstractAsyncContextManager[U]]:
     """Make a function that opens an engine for asyncio programs, in a thread of its own.
 
@@ -227,10 +227,10 @@ def for_asyncio(
         inspect.signature(opens).bind(*args, **kwargs)
         return opened_in_a_thread(functools.partial(opens, *args, **kwargs), new)
 
-    open_for_asyncio.__doc__ = f"""Open an engine for an asyncio program.
+    open_for_asyncio.__doc__ = f"""Open an engine, or several engines, for an asyncio program.
 
-    The engine runs in a thread of its own. The context gives a trioserve.asyncio.{getattr(new, "__name__", "Engine")}.
-    The description for Trio programs also applies:
+    The engine runs in a thread of its own. The context gives its counterpart in trioserve.asyncio. The description for
+    Trio programs also applies:
 
     {opens.__doc__}"""
     return open_for_asyncio

@@ -97,9 +97,10 @@ def check_is_in_trio(what: str) -> None:
     if trio.lowlevel.in_trio_run():
         return
     if _runs_asyncio():
+        opening = what.removeprefix("trioserve.") if what.startswith("trioserve.open_") else "open_engine"
         raise WrongLoop(
             f"{what} was called in an asyncio program, and this engine is one for Trio: open it with "
-            "`async with trioserve.asyncio.open_engine(...)`, which has the same methods"
+            f"`async with trioserve.asyncio.{opening}(...)`, which has the same methods"
         )
     raise WrongLoop(
         f"{what} was called where no Trio loop runs: call it inside of an async function that `trio.run(...)` runs; in "
