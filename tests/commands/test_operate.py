@@ -15,7 +15,7 @@ import trio
 from trioserve import cli
 from trioserve.api.page import change_between, snapshot_fields
 from trioserve.commands.remote import FeedState, RemoteServer, states, view
-from trioserve.contracts.page import HistoryShown, PageSnapshot, ServerShown
+from trioserve.contracts.page import BlockState, HistoryShown, PageSnapshot, ServerShown
 from trioserve.testing.memory_server import open_memory_server
 
 SNAPSHOT = {
@@ -178,20 +178,24 @@ def test_watcher_applies_the_changes_of_a_real_server(block_count: int):
 
 def test_top_shows_requests_blocks_and_freed_blocks(played: Played):
     rich_console = pytest.importorskip("rich.console")
-    played.says("GET /ui/events?interval=0.5", events(("snapshot", SNAPSHOT), ("change", CHANGE)))
+    shrunk = ("change", {"blocks": [[4, 2, BlockState.RETIRED]]})
+    played.says("GET /ui/events?interval=0.5", events(("snapshot", SNAPSHOT), ("change", CHANGE), shrunk))
     shown = []
     for state in states(RemoteServer(played.url), 0.5):
         console = rich_console.Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         console.print(view(state, played.url))
         console.file.close()
         shown.append(console.export_text())
-    first, second = shown
+    first, second, third = shown
     assert "r1" in first
     assert "decode" in first
     assert "6.0 s" in first
     assert "2 used" in first
     assert "cancelled: 2 blocks free in 9 ms" in second
     assert "0 used" in second
+    assert "retired" not in second
+    assert "4 free" in third
+    assert "2 retired" in third
     assert second.index("r2") < second.index("r1")  # The newest request comes first.
 
 

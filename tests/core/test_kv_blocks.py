@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trioserve.contracts.page import BlockState
 from trioserve.core.kv_blocks import BlockPool
 
 
@@ -153,6 +154,7 @@ def test_blocks_at_the_limit_are_retired_when_they_have_no_claims():
     pool.release([1, 3])
     pool.set_limit(2)
     pool.check()
+    assert pool.states() == bytes([BlockState.USED, BlockState.FREE, BlockState.USED, BlockState.RETIRED])
     assert (pool.free_count, pool.cached_count, pool.used_count, pool.total_count) == (1, 0, 2, 3)
     pool.release([2])
     pool.check()

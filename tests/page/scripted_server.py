@@ -127,7 +127,7 @@ def scripted_snapshot(*, block_count: int = 64, **fields: Any) -> dict[str, Any]
         block_count: number of KV blocks, all free unless `fields` has "blocks".
         fields: fields of the snapshot to replace.
     """
-    states = ("free", "cached", "used", "held")
+    states = ("free", "cached", "used", "held", "retired")
     runs = fields.setdefault("blocks", [[block_count, 0]]) or []
     counts = {f"blocks_{name}": sum(n for n, kind in runs if kind == number) for number, name in enumerate(states)}
     snapshot: dict[str, Any] = {

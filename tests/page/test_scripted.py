@@ -71,12 +71,13 @@ def test_enter_on_a_block_selects_its_request(browser: Browser, script: Scripted
 
 def test_block_states_look_different_and_freed_blocks_look_free(browser: Browser, script: ScriptedServer) -> None:
     script.snapshot = scripted_snapshot(
-        blocks=[[1, 0], [1, 1], [1, 2], [1, 3], [60, 0]], requests={"a": scripted_request("r-a", blocks=[[2, 2]])}
+        blocks=[[1, 0], [1, 1], [1, 2], [1, 3], [1, 4], [59, 0]],
+        requests={"a": scripted_request("r-a", blocks=[[2, 2]])},
     )
     open_live(browser, script)
     looks = """
         const canvas = document.getElementById("map-cells"), cell = 16, looks = [];
-        for (let block = 0; block < 4; block += 1) {
+        for (let block = 0; block < 5; block += 1) {
             const data = canvas.getContext("2d").getImageData(block * cell, 0, cell, cell).data;
             looks.push([...data].join(","));
         }
@@ -84,9 +85,11 @@ def test_block_states_look_different_and_freed_blocks_look_free(browser: Browser
     """
     browser.expected.append("willReadFrequently")
     before = browser.run(looks)
-    assert len(set(before)) == 4
-    script.change(blocks=[[2, 2, 0]], requests={"a": None}, stats={"blocks_free": 63, "blocks_cached": 1})
-    browser.wait_text("#legend", "Free63")
+    assert len(set(before)) == 5
+    assert browser.text("#legend") == "Free60Cached1Used1Held1Retired1Shared prefix0"
+    assert browser.text("#blocks-sum").startswith("63 blocks"), "the pool has no retired blocks"
+    script.change(blocks=[[2, 2, 0]], requests={"a": None}, stats={"blocks_free": 62, "blocks_cached": 1})
+    browser.wait_text("#legend", "Free62")
     after = browser.run(looks)
     assert after[0] == after[2] == after[3] == before[0]
 

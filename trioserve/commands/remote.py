@@ -254,13 +254,14 @@ def _cell(value: object) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-BLOCK_STATES = ("free", "cached", "used", "held")
+BLOCK_STATES = ("free", "cached", "used", "held", "retired")
+RETIRED = 4
 POINTS_MAX = 180  # maximum number of points of a series, as in the server: 15 minutes
 CELLS = 64  # number of cells in a line of the block map
 LINES_MAX = 8
 REQUESTS_MAX = 20
 BARS = " ▁▂▃▄▅▆▇█"
-COLOURS = ("bright_black", "blue", "green", "yellow")
+COLOURS = ("bright_black", "blue", "green", "yellow", "black")
 
 
 class FeedState:
@@ -469,7 +470,8 @@ def _blocks(blocks: bytearray) -> RenderableType:
         if place and place % CELLS == 0:
             text.append("\n")
         part = blocks[start : start + share]
-        state = max(range(len(BLOCK_STATES)), key=lambda state: (part.count(state) if state else 0.5, state))
+        counts = [(part.count(state) if state else 0.5, state) for state in range(RETIRED)]
+        state = RETIRED if part.count(RETIRED) == len(part) else max(counts)[1]
         text.append("■" if state else "·", style=COLOURS[state])
     return text
 
@@ -479,5 +481,7 @@ def _legend(blocks: bytearray) -> RenderableType:
 
     text = Text()
     for state, name in enumerate(BLOCK_STATES):
+        if state == RETIRED and RETIRED not in blocks:
+            continue
         text.append(f"{blocks.count(state)} {name}  ", style=COLOURS[state])
     return text

@@ -42,6 +42,7 @@ class BlockState(enum.IntEnum):
     CACHED = 1
     USED = 2
     HELD = 3
+    RETIRED = 4
 
 
 class Freed(msgspec.Struct, frozen=True):

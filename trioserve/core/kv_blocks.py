@@ -303,6 +303,8 @@ class BlockPool:
         for block, count in self._hold_counts.items():
             if count == self._claim_counts[block]:
                 states[block] = BlockState.HELD
+        # No block above the limit is free or cached: without claims, it is retired.
+        states[self.limit :] = states[self.limit :].replace(b"\0", bytes([BlockState.RETIRED]))
         return bytes(states)
 
     def check(self) -> None:

@@ -421,6 +421,7 @@ class LiveFeed:
             "blocks_cached": stats.blocks_cached,
             "blocks_used": stats.blocks_used,
             "blocks_held": stats.blocks_held,
+            "blocks_retired": self._core.settings.block_count - stats.blocks_total,
             "preemptions_total": stats.preemptions_total,
             "steps_total": stats.steps_total,
             "prefix_query_tokens_total": stats.prefix_query_tokens_total,

@@ -118,8 +118,8 @@ def check(feed: LiveFeed, owner: str | None, last: Snapshots, shown: dict[str | 
         shown[owner][name] = expected[name]
     assert shown[owner] == expected
     assert new.blocks is not None
-    counts = [new.blocks.count(state) for state in range(4)]
-    assert counts == [new.stats[f"blocks_{name}"] for name in ("free", "cached", "used", "held")]
+    counts = [new.blocks.count(state) for state in range(5)]
+    assert counts == [new.stats[f"blocks_{name}"] for name in ("free", "cached", "used", "held", "retired")]
     for request in new.requests.values():
         for first, count in request.blocks:
             assert set(new.blocks[first : first + count]) <= {2, 3}, "each block with an owner is used or held"

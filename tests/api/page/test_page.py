@@ -222,6 +222,7 @@ async def test_a_key_sees_its_own_requests_and_the_admin_all_requests(mock_clock
                             "blocks_cached",
                             "blocks_used",
                             "blocks_held",
+                            "blocks_retired",
                         }
                         assert (other.shown["steps"], other.shown["history"]) == (None, None)
                 async with reading(server, authorization="Bearer a") as own:

@@ -3,14 +3,17 @@
 import { feed } from "./feed.js";
 import { count, duration, find, many, on, percent, prefersStill, show, swatch, Terms, title, write } from "./words.js";
 
-const FREE = 0, CACHED = 1, USED = 2, HELD = 3;
-const STATES = ["free", "cached", "used", "held"];
+const FREE = 0, CACHED = 1, USED = 2, HELD = 3, RETIRED = 4;
+const STATES = ["free", "cached", "used", "held", "retired"];
 const COLOURS = 8;
 const HEIGHT_MAX = 440; // CSS pixels, unless cells would be too small to be seen
 const CELL_MIN = 2, CELL_MAX = 16;
 const MARKS_MIN = 5; // device pixels of a cell from which on states have a shape, too
 const FLASH_SECONDS = 1.4;
-const SHARED = 64;
+// A byte says how a cell looks: state in 3 bits, owner (0: none, else colour + 1) in 4 bits, and whether it is shared.
+const OWNER_SHIFT = 3, STATE_MASK = 7, SHARED = 128;
+
+const isTaken = (state) => state === USED || state === HELD;
 
 /** Which live request has which block and colour. Blocks may have several owners: a shared prefix. */
 class Owners {
@@ -146,12 +149,12 @@ export function update() {
 	const now = performance.now() / 1000, isAnew = drawn[0] === 255;
 	for (let block = 0; block < cells.length; block += 1) {
 		let look = cells[block];
-		if (look >= USED) {
-			if (counts[block]) look |= (colours[block] + 1) << 2;
+		if (isTaken(look)) {
+			if (counts[block]) look |= (colours[block] + 1) << OWNER_SHIFT;
 			if (counts[block] > 1) look |= SHARED;
 		}
 		if (look === drawn[block]) continue;
-		if (!isAnew && look < USED && (drawn[block] & 3) >= USED) flashes.push([block, now]);
+		if (!isAnew && !isTaken(look & STATE_MASK) && isTaken(drawn[block] & STATE_MASK)) flashes.push([block, now]);
 		drawn[block] = look;
 		paintCell(context, block, look);
 	}
@@ -161,10 +164,10 @@ export function update() {
 function paintCell(context, block, look) {
 	const size = cell - gap;
 	const x = (block % columns) * cell, y = Math.floor(block / columns) * cell;
-	const state = look & 3, isShared = look >= SHARED, owner = (look & (SHARED - 1)) >> 2;
+	const state = look & STATE_MASK, isShared = look >= SHARED, owner = (look & (SHARED - 1)) >> OWNER_SHIFT;
 	const colour = owner ? palette.owners[owner - 1] : palette.other;
 	const hasMarks = size >= MARKS_MIN;
-	context.fillStyle = state >= USED ? (isShared && !hasMarks ? palette.ink : colour) : palette.free;
+	context.fillStyle = isTaken(state) ? (isShared && !hasMarks ? palette.ink : colour) : palette.free;
 	context.fillRect(x, y, size, size);
 	if (state === CACHED) {
 		context.fillStyle = palette.cached;
@@ -175,6 +178,10 @@ function paintCell(context, block, look) {
 		const stripe = Math.max(1, Math.round(size / 7));
 		if (hasMarks) for (const at of [0.25, 0.6]) context.fillRect(x, y + Math.round(size * at), size, stripe);
 		else context.fillRect(x, y, size, Math.ceil(size / 2));
+	} else if (state === RETIRED) {
+		context.fillStyle = palette.ground;
+		if (hasMarks) context.fillRect(x + 1, y + 1, size - 2, size - 2);
+		else context.fillRect(x, y, size, size);
 	} else if (isShared && hasMarks) {
 		const inner = Math.max(2, Math.round(size * 0.4)), at = Math.floor((size - inner) / 2);
 		context.fillStyle = palette.ground;
@@ -249,6 +256,7 @@ function describe(block) {
 	const ids = names.map((name) => state.requests[name]?.id ?? name);
 	const head = `Block ${count(block)}: `;
 	if (kind === FREE) return `${head}free`;
+	if (kind === RETIRED) return `${head}retired, its memory is released`;
 	if (kind === CACHED) return `${head}cached, nobody uses it`;
 	if (!ids.length) return `${head}${STATES[kind]}`;
 	if (kind === USED) {
@@ -310,17 +318,25 @@ function move(block) {
 
 const legend = new Terms(find("legend"));
 
+/** How many blocks the pool has now, without retired blocks. */
+export const blockTotal = ({ server, stats }) => (server.block_count ?? 0) - (stats.blocks_retired ?? 0);
+
 function tell() {
 	const { stats, server } = feed.state;
 	show(find("blocks-panel"), server.block_count > 0 && stats.blocks_free != null);
 	let shared = 0;
 	for (const users of owners.counts) if (users > 1) shared += 1;
 	const figures = STATES.map((name) => stats[`blocks_${name}`] ?? 0);
-	STATES.forEach((name, state) => legend.set(title(name), count(figures[state]), swatch(name)));
+	STATES.forEach((name, state) => {
+		// Most servers never shrink their pool, so they show no line for this state.
+		if (state === RETIRED && !figures[state] && !legend.has(title(name))) return;
+		legend.set(title(name), count(figures[state]), swatch(name));
+	});
 	legend.set("Shared prefix", count(shared), swatch("shared"));
-	const taken = server.block_count ? (figures[USED] + figures[HELD]) / server.block_count : 0;
+	const total = blockTotal(feed.state);
+	const taken = total ? (figures[USED] + figures[HELD]) / total : 0;
 	const size = server.block_size;
-	write(find("blocks-sum"), `${many(server.block_count, "block")}${size ? ` of ${size} tokens` : ""}, ${percent(taken)} in use`);
+	write(find("blocks-sum"), `${many(total, "block")}${size ? ` of ${size} tokens` : ""}, ${percent(taken)} in use`);
 }
 
 new ResizeObserver(layOut).observe(find("map"));
