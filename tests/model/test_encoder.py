@@ -27,6 +27,7 @@ from trioserve.model.encoder_runner import EncoderRunner
 from trioserve.model.loading.encoder_directory import opened_encoder
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import NOT_FINITE
+from trioserve.model.torch_step.rotary import rotary_frequencies
 
 TOLERANCE = 1e-4
 MEAN = Pooling(task="embed", method="mean", normalize=True, is_whole=True)
@@ -86,7 +87,13 @@ def theirs(path: Path, kind: str) -> Any:
     return getattr(transformers, kind).from_pretrained(path, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "ErnieModel", "RobertaModel", "ModernBertModel"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("BertModel", "ErnieModel", "RobertaModel", "ModernBertModel", "GteModel", "JinaEmbeddingsV3Model"),
+        "NomicBertModel",
+    ],
+)
 @pytest.mark.parametrize("method", ["mean", "cls", "last"])
 def test_vectors_of_texts_of_any_length_equal_those_of_transformers(kind: str, method: Any, encoders: Any) -> None:
     path = encoders(kind)
@@ -158,6 +165,40 @@ def test_other_activations_of_encoders_equal_those_of_transformers(activation: s
     np.testing.assert_allclose(result.pooled["t"].values(), vector / np.linalg.norm(vector), atol=TOLERANCE, rtol=0)
 
 
+def test_configs_of_the_authors_give_the_same_vectors(encoders: Any, tmp_path: Path) -> None:
+    """NomicBERT's and GTE's authors wrote other names of fields than transformers."""
+    texts = {"t": (texts_of()["t2"], MEAN)}
+    path = shutil.copytree(encoders("NomicBertModel"), tmp_path / "nomic")
+    newer = run(load(path), texts)
+    sizes = {"n_embd": 32, "n_inner": 48, "n_layer": 2, "n_head": 4, "vocab_size": 64, "type_vocab_size": 2}
+    positions = {"n_positions": 8192, "max_trained_positions": 40, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0}
+    biases = {"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "layer_norm_epsilon": 1e-5}
+    config = {"architectures": ["NomicBertModel"], "activation_function": "swiglu", **sizes, **positions, **biases}
+    (path / "config.json").write_text(json.dumps(config))
+    older = run(load(path), texts)
+    assert newer is not None
+    assert older is not None
+    assert older.pooled == newer.pooled
+    assert load(path).config.context_tokens_max == 40
+    change_config(path, num_experts=8)
+    with pytest.raises(ModelLoadError, match=r"num_experts in config\.json is 8"):
+        opened_encoder(path)
+
+    path = shutil.copytree(encoders("GteModel", type_vocab_size=0), tmp_path / "gte")
+    newer = run(load(path), texts)
+    change_config(path, architectures=["NewModel"], rope_parameters=None, rope_theta=160_000.0, pack_qkv=True)
+    change_config(path, position_embedding_type="rope", layer_norm_type="layer_norm")
+    older = run(load(path), texts)
+    assert newer is not None
+    assert older is not None
+    assert older.pooled == newer.pooled
+    change_config(path, rope_theta=20_000.0, rope_scaling={"type": "ntk", "factor": 8.0})
+    rotated = load(path).config.rotated
+    assert rotated is not None
+    frequencies, _ = rotary_frequencies(rotated.rotary, 8)
+    np.testing.assert_allclose(frequencies, 160_000.0 ** -(np.arange(0, 8, 2) / 8) / 8 ** (2 / 8), rtol=1e-6)
+
+
 def test_encoder_with_a_head_for_masked_words_is_read_without_it(encoders: Any) -> None:
     with_head, tokens = encoders("RobertaForMaskedLM"), texts_of()["t2"]
     result = run(load(with_head), {"a": (tokens, MEAN)})
@@ -181,6 +222,8 @@ def test_ernie_without_its_table_of_tasks_is_refused(encoders: Any, tmp_path: Pa
         ("BertForSequenceClassification", {}),
         ("ErnieForSequenceClassification", {"use_task_id": False}),
         ("XLMRobertaForSequenceClassification", {}),
+        ("GteForSequenceClassification", {"type_vocab_size": 2}),
+        ("NomicBertForSequenceClassification", {}),
         ("ModernBertForSequenceClassification", {}),
         ("ModernBertForSequenceClassification", {"classifier_pooling": "mean", "classifier_activation": "relu"}),
         ("ModernBertForSequenceClassification", {"classifier_bias": True, "norm_bias": True}),
@@ -188,7 +231,7 @@ def test_ernie_without_its_table_of_tasks_is_refused(encoders: Any, tmp_path: Pa
 )
 def test_scores_of_pairs_equal_those_of_transformers(kind: str, changes: Any, encoders: Any) -> None:
     path = encoders(kind, **changes)
-    has_types = kind.startswith(("Bert", "Ernie"))
+    has_types = kind.startswith(("Bert", "Ernie", "Gte", "Nomic"))
     texts = texts_of((9, 20, 3))
     pooling = Pooling(task="score", method="cls", normalize=False, is_whole=True, first_segment_tokens=2)
     result = run(load(path), {name: (tokens, pooling) for name, tokens in texts.items()})

@@ -116,7 +116,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(described))
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "XLMRobertaForSequenceClassification", "ModernBertModel"])
+@pytest.mark.parametrize("kind", ["BertModel", "XLMRobertaForSequenceClassification", "ModernBertModel", "GteModel"])
 def test_unread_fields_of_an_encoder_are_named(
     kind: str, tiny_encoders: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,12 +1,12 @@
 """Encoder models in torch: each token of a text attends to all tokens of the text, and no KV is stored.
 
-The layers are those of BERT and ModernBERT. Texts of different lengths form one batch. Matrix products compute the
-tokens of all texts as one list of rows, without padding. Only attention pads texts, in groups of similar length.
+The layers are those of BERT, of its variants with rotary positions, and of ModernBERT. Texts of different lengths form
+one batch. Matrix products compute the tokens of all texts as one list of rows, without padding. Only attention pads
+texts, in groups of similar length.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.model.encoder_config import EncoderActivation, EncoderConfig, ModernLayers
+from trioserve.model.encoder_config import EncoderActivation, EncoderConfig, Matrix, ModernLayers
 from trioserve.model.torch_step.formats import TensorSlot
 from trioserve.model.torch_step.layers import Linear
 from trioserve.model.torch_step.rotary import rotary_frequencies
@@ -62,18 +62,18 @@ class Group(NamedTuple):
 
 
 class BertLayer:
-    """BERT's layer: a norm after attention, and a norm after the MLP."""
+    """BERT's layer: a norm after attention, and a norm after the MLP. RotatedLayers describes its variants."""
 
     def __init__(self, config: EncoderConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
-        hidden, middle = config.hidden_size, config.intermediate_size
         name = f"layers.{index}"
         self._heads = config.head_count
         self._activate = ACTIVATIONS[config.activation]
-        linear = functools.partial(_linear, name, bias=True, dtype=dtype, device=device)
-        self._qkv = linear(hidden, {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden})
-        self._output = linear(hidden, {"o_proj": hidden})
-        self._up = linear(hidden, {"up_proj": middle})
-        self._down = linear(middle, {"down_proj": hidden})
+        self._qkv, self._output, self._up, self._down = _linears(name, config, dtype, device)
+        self._frequencies, self._has_gate = None, False
+        if config.rotated is not None:
+            frequencies, _magnitudes = rotary_frequencies(config.rotated.rotary, config.head_dim)
+            self._frequencies = torch.from_numpy(frequencies).to(device)
+            self._has_gate = bool(config.rotated.gated)
         self._attention_norm = LayerNorm(f"{name}.attention_norm", config, dtype, device)
         self._output_norm = LayerNorm(f"{name}.output_norm", config, dtype, device)
 
@@ -91,8 +91,15 @@ class BertLayer:
         Returns:
             [T, hidden_size].
         """
-        hidden = self._attention_norm(hidden + self._output(_attended(self._qkv(hidden), groups, self._heads)))
-        return self._output_norm(hidden + self._down(self._activate(self._up(hidden))))
+        attended = _attended(self._qkv(hidden), groups, self._heads, self._frequencies)
+        hidden = self._attention_norm(hidden + self._output(attended))
+        middle = self._up(hidden)
+        if self._has_gate:
+            up, gate = middle.chunk(2, -1)
+            middle = up * self._activate(gate)
+        else:
+            middle = self._activate(middle)
+        return self._output_norm(hidden + self._down(middle))
 
 
 class ModernBertLayer:
@@ -103,18 +110,13 @@ class ModernBertLayer:
     def __init__(
         self, config: EncoderConfig, layers: ModernLayers, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        hidden, middle = config.hidden_size, config.intermediate_size
         name = f"layers.{index}"
         self._heads = config.head_count
         self._reach = layers.reaches[index]
         frequencies, _magnitudes = rotary_frequencies(layers.rotaries[index], config.head_dim)
         self._frequencies = torch.from_numpy(frequencies).to(device)
         self._activate = ACTIVATIONS[config.activation]
-        linear = functools.partial(_linear, name, dtype=dtype, device=device)
-        self._qkv = linear(hidden, {"qkv_proj": 3 * hidden}, bias=layers.attention_bias)
-        self._output = linear(hidden, {"o_proj": hidden}, bias=layers.attention_bias)
-        self._gate_up = linear(hidden, {"gate_up_proj": 2 * middle}, bias=layers.mlp_bias)
-        self._down = linear(middle, {"down_proj": hidden}, bias=layers.mlp_bias)
+        self._qkv, self._output, self._gate_up, self._down = _linears(name, config, dtype, device)
         self._attention_norm = LayerNorm(f"{name}.attention_norm", config, dtype, device) if index else None
         self._mlp_norm = LayerNorm(f"{name}.mlp_norm", config, dtype, device)
 
@@ -273,11 +275,14 @@ def groups_of(lengths: Sequence[int], device: torch.device) -> list[Group]:
     return groups
 
 
-def _linear(
-    name: str, inputs: int, outputs: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
-) -> Linear:
-    named = {f"{name}.{module}": size for module, size in outputs.items()}
-    return Linear(inputs, named, bias=bias, dtype=dtype, device=device)
+def _linears(name: str, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> list[Linear]:
+    """Return the matrices of a layer, in the order of LayerMatrices."""
+
+    def linear(matrix: Matrix) -> Linear:
+        named = {f"{name}.{module}": size for module, size in matrix.outputs.items()}
+        return Linear(matrix.inputs, named, bias=matrix.has_bias, dtype=dtype, device=device)
+
+    return [linear(matrix) for matrix in config.matrices]
 
 
 class EncodedText(NamedTuple):
@@ -304,9 +309,11 @@ class Encoder:
         self._norm = LayerNorm("norm", config, dtype, device)
         self._positions = self._types = self._final_norm = None
         self._layers: list[BertLayer] | list[ModernBertLayer]
-        if modern is None:
+        if config.has_position_table:
             self._positions = Parameter("positions.weight", (config.position_count, hidden), dtype, device)
-            self._types = Parameter("types.weight", (config.type_count, hidden), dtype, device)
+        if modern is None:
+            if config.type_count:
+                self._types = Parameter("types.weight", (config.type_count, hidden), dtype, device)
             self._layers = [BertLayer(config, index, dtype, device) for index in range(config.layer_count)]
         else:
             self._layers = [ModernBertLayer(config, modern, i, dtype, device) for i in range(config.layer_count)]

@@ -6,7 +6,8 @@ loading/encoder_directory.py creates the description from the files of a directo
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -15,9 +16,18 @@ from trioserve.contracts.pooling import PoolingMethod
 from trioserve.model.layer_config import RotaryConfig
 from trioserve.model.number_formats import Dtype
 
-__all__ = ["LAYERS_MAX", "EncoderActivation", "EncoderConfig", "EncoderFamily", "ModernLayers"]
+__all__ = [
+    "LAYERS_MAX",
+    "EncoderActivation",
+    "EncoderConfig",
+    "EncoderFamily",
+    "LayerMatrices",
+    "Matrix",
+    "ModernLayers",
+    "RotatedLayers",
+]
 
-EncoderFamily = Literal["bert", "roberta", "modernbert"]
+EncoderFamily = Literal["bert", "roberta", "modernbert", "nomic", "gte", "jina"]
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
 # A damaged config must not make torch allocate a petabyte.
@@ -51,6 +61,52 @@ class ModernLayers(msgspec.Struct, frozen=True, kw_only=True):
     head_activation: EncoderActivation = "gelu"
 
 
+class RotatedLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """Differences between BERT's layers and those of NomicBERT (arXiv 2402.01613), GTE (arXiv 2407.19669) and Jina v3
+    (arXiv 2409.10173).
+
+    Queries and keys are rotated by their positions, so there is no table of positions. One matrix computes queries,
+    keys and values.
+
+    Attributes:
+        rotary: parameters of the rotary embedding.
+        gated: modules of the MLP's two inputs, the gate last. One module: it has the rows of both. Empty: there is no
+            gate.
+        attention_bias: matrices of attention have biases.
+        up_bias: the MLP's first matrix has a bias.
+        down_bias: the MLP's last matrix has a bias.
+    """
+
+    rotary: RotaryConfig
+    gated: tuple[str, ...] = ()
+    attention_bias: bool = True
+    up_bias: bool = True
+    down_bias: bool = True
+
+
+class Matrix(NamedTuple):
+    """Modules of a layer that one product computes.
+
+    Attributes:
+        outputs: rows of each module, by its name.
+        inputs: columns.
+        has_bias: the modules have biases.
+    """
+
+    outputs: Mapping[str, int]
+    inputs: int
+    has_bias: bool
+
+
+class LayerMatrices(NamedTuple):
+    """Matrices of a layer: of queries, keys and values, of attention's output, and of the MLP."""
+
+    qkv: Matrix
+    output: Matrix
+    up: Matrix
+    down: Matrix
+
+
 class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Description of one encoder.
 
@@ -63,8 +119,8 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         normalize: scale vectors to length 1.
         scores_pairs: the model has a head that scores a pair of texts.
         applies_sigmoid: the score is passed through a sigmoid.
-        modern: description of ModernBERT's layers. None means BERT's layers. Only BERT has tables of positions and
-            segments.
+        modern: description of ModernBERT's layers, which have no table of segments. None: the layers are BERT's.
+        rotated: differences of the layers from BERT's. None: there are none.
 
     Raises:
         ModelLoadError: values contradict each other. The message names the field.
@@ -88,6 +144,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     applies_sigmoid: bool = True
     dtype_name: Dtype = "float32"
     modern: ModernLayers | None = None
+    rotated: RotatedLayers | None = None
 
     def __post_init__(self) -> None:
         for name, largest in (
@@ -99,10 +156,10 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("position_count", DIMENSION_MAX),
             ("type_count", DIMENSION_MAX),
         ):
-            value = getattr(self, name)
-            if not 1 <= value <= largest:
+            value, least = getattr(self, name), int(name != "type_count" or self.rotated is None)
+            if not least <= value <= largest:
                 raise ModelLoadError(
-                    f"{name} is {value}, allowed is 1 to {largest}: the checkpoint's config is damaged"
+                    f"{name} is {value}, allowed is {least} to {largest}: the checkpoint's config is damaged"
                 )
         if self.hidden_size % self.head_count:
             raise ModelLoadError(
@@ -132,8 +189,33 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layer_weight_count(self) -> int:
         """Number of weights in the matrices of all layers."""
-        mlp = (2 if self.modern is None else 3) * self.intermediate_size
-        return self.layer_count * self.hidden_size * (4 * self.hidden_size + mlp)
+        return self.layer_count * sum(matrix.inputs * sum(matrix.outputs.values()) for matrix in self.matrices)
+
+    @property
+    def has_position_table(self) -> bool:
+        """True if a table of the checkpoint has an embedding for each position."""
+        return self.modern is None and self.rotated is None
+
+    @property
+    def matrices(self) -> LayerMatrices:
+        """Matrices of each layer."""
+        hidden, middle, modern, rotated = self.hidden_size, self.intermediate_size, self.modern, self.rotated
+        qkv, up = {"qkv_proj": 3 * hidden}, {"up_proj": middle}
+        attention_bias = up_bias = down_bias = True
+        if modern is not None:
+            up = {"gate_up_proj": 2 * middle}
+            attention_bias, up_bias, down_bias = modern.attention_bias, modern.mlp_bias, modern.mlp_bias
+        elif rotated is None:
+            qkv = {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden}
+        else:
+            up = {name: 2 * middle // len(rotated.gated) for name in rotated.gated} or up
+            attention_bias, up_bias, down_bias = rotated.attention_bias, rotated.up_bias, rotated.down_bias
+        return LayerMatrices(
+            Matrix(qkv, hidden, attention_bias),
+            Matrix({"o_proj": hidden}, hidden, attention_bias),
+            Matrix(up, hidden, up_bias),
+            Matrix({"down_proj": hidden}, middle, down_bias),
+        )
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -9,8 +9,15 @@ from typing import NamedTuple, cast
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.pooling import PoolingMethod
-from trioserve.model.encoder_config import LAYERS_MAX, EncoderActivation, EncoderConfig, EncoderFamily, ModernLayers
-from trioserve.model.layer_config import RotaryConfig
+from trioserve.model.encoder_config import (
+    LAYERS_MAX,
+    EncoderActivation,
+    EncoderConfig,
+    EncoderFamily,
+    ModernLayers,
+    RotatedLayers,
+)
+from trioserve.model.layer_config import RopeScaling, RotaryConfig
 from trioserve.model.loading.fields import Fields, one_line, unread_names, warn_of_unread
 from trioserve.model.loading.hf_config import read_json_list, read_json_object
 from trioserve.model.loading.safetensors import INDEX_NAME, stored_tensors
@@ -56,9 +63,21 @@ ENCODER_CLASSES = {
     "XLMRobertaModel": EncoderClass("roberta", "roberta."),
     "XLMRobertaForMaskedLM": EncoderClass("roberta", "roberta."),
     "XLMRobertaForSequenceClassification": EncoderClass("roberta", "roberta.", scores_pairs=True),
+    "GteModel": EncoderClass("gte", "gte."),
+    "GteForMaskedLM": EncoderClass("gte", "gte."),
+    "GteForSequenceClassification": EncoderClass("gte", "gte.", scores_pairs=True),
+    "GteNewModel": EncoderClass("gte", "new."),
+    "GteNewForSequenceClassification": EncoderClass("gte", "new.", scores_pairs=True),
+    "NewModel": EncoderClass("gte", "new."),
+    "NewForSequenceClassification": EncoderClass("gte", "new.", scores_pairs=True),
+    "JinaEmbeddingsV3Model": EncoderClass("jina", "roberta."),
+    "JinaEmbeddingsV3ForMaskedLM": EncoderClass("jina", "roberta."),
     "ModernBertModel": EncoderClass("modernbert", "model."),
     "ModernBertForMaskedLM": EncoderClass("modernbert", "model."),
     "ModernBertForSequenceClassification": EncoderClass("modernbert", "model.", scores_pairs=True),
+    "NomicBertModel": EncoderClass("nomic", "nomic_bert."),
+    "NomicBertForMaskedLM": EncoderClass("nomic", "nomic_bert."),
+    "NomicBertForSequenceClassification": EncoderClass("nomic", "nomic_bert.", scores_pairs=True),
 }
 
 
@@ -122,6 +141,42 @@ _NAMINGS: dict[EncoderFamily, _Naming] = {
         heads={"head_dense": "head.dense", "head_norm": "head.norm", "head_out": "classifier"},
         unused=("head.", "decoder."),
     ),
+    "nomic": _BERT._replace(
+        plain={**_BERT.plain, "norm": "emb_ln"},
+        layer="encoder.layers",
+        modules={
+            "qkv_proj": "attn.Wqkv",
+            "o_proj": "attn.out_proj",
+            "attention_norm": "norm1",
+            "up_proj": "mlp.fc11",
+            "gate_proj": "mlp.fc12",
+            "down_proj": "mlp.fc2",
+            "output_norm": "norm2",
+        },
+    ),
+    "gte": _BERT._replace(
+        modules={
+            "qkv_proj": "attention.qkv_proj",
+            "o_proj": "attention.o_proj",
+            "attention_norm": "attn_ln",
+            "up_gate_proj": "mlp.up_gate_proj",
+            "down_proj": "mlp.down_proj",
+            "output_norm": "mlp_ln",
+        },
+        unused=(*_BERT.unused, "classifier."),
+    ),
+    "jina": _BERT._replace(
+        plain={**_BERT.plain, "norm": "emb_ln"},
+        layer="encoder.layers",
+        modules={
+            "qkv_proj": "mixer.Wqkv",
+            "o_proj": "mixer.out_proj",
+            "attention_norm": "norm1",
+            "up_proj": "mlp.fc1",
+            "down_proj": "mlp.fc2",
+            "output_norm": "norm2",
+        },
+    ),
 }
 # ERNIE adds the embedding of a task to each token. Without a request for another task, it is that of task 0.
 TASKS = "embeddings.task_type_embeddings.weight"
@@ -150,20 +205,26 @@ def is_unused(outside: str, encoder: EncoderClass) -> bool:
 
 
 def encoder_shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of an encoder, by name, in the order in which a forward pass uses them.
+    """Return the shape of every tensor of an encoder, by name.
 
     Args:
         config: encoder.
     """
     hidden, modern = config.hidden_size, config.modern
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, hidden)}
-    if modern is None:
+    if config.has_position_table:
         shapes["positions.weight"] = (config.position_count, hidden)
+    if modern is None and config.type_count:
         shapes["types.weight"] = (config.type_count, hidden)
     norm_bias = modern is None or modern.norm_bias
     shapes |= _norm("norm", hidden, norm_bias)
     for index in range(config.layer_count):
-        shapes |= _bert_layer(config, index) if modern is None else _modern_layer(config, index)
+        for matrix in config.matrices:
+            for module, rows in matrix.outputs.items():
+                shapes |= _matrix(f"layers.{index}.{module}", rows, matrix.inputs, matrix.has_bias)
+        for module in ("attention_norm", "output_norm" if modern is None else "mlp_norm"):
+            if modern is None or index or module == "mlp_norm":
+                shapes |= _norm(f"layers.{index}.{module}", hidden, norm_bias)
     if modern is not None:
         shapes |= _norm("final_norm", hidden, norm_bias)
     if config.scores_pairs:
@@ -171,32 +232,6 @@ def encoder_shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
         if modern is not None:
             shapes |= _norm("head_norm", hidden, norm_bias)
         shapes |= _matrix("head_out", 1, hidden, True)
-    return shapes
-
-
-def _bert_layer(config: EncoderConfig, index: int) -> dict[str, tuple[int, ...]]:
-    hidden, middle = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {}
-    for module in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        shapes |= _matrix(f"layers.{index}.{module}", hidden, hidden, True)
-    shapes |= _matrix(f"layers.{index}.up_proj", middle, hidden, True)
-    shapes |= _matrix(f"layers.{index}.down_proj", hidden, middle, True)
-    for module in ("attention_norm", "output_norm"):
-        shapes |= _norm(f"layers.{index}.{module}", hidden, True)
-    return shapes
-
-
-def _modern_layer(config: EncoderConfig, index: int) -> dict[str, tuple[int, ...]]:
-    modern, hidden, middle = config.modern, config.hidden_size, config.intermediate_size
-    assert modern is not None, "a ModernBERT layer in another model"
-    shapes: dict[str, tuple[int, ...]] = {}
-    if index:
-        shapes |= _norm(f"layers.{index}.attention_norm", hidden, modern.norm_bias)
-    shapes |= _matrix(f"layers.{index}.qkv_proj", 3 * hidden, hidden, modern.attention_bias)
-    shapes |= _matrix(f"layers.{index}.o_proj", hidden, hidden, modern.attention_bias)
-    shapes |= _norm(f"layers.{index}.mlp_norm", hidden, modern.norm_bias)
-    shapes |= _matrix(f"layers.{index}.gate_up_proj", 2 * middle, hidden, modern.mlp_bias)
-    shapes |= _matrix(f"layers.{index}.down_proj", hidden, middle, modern.mlp_bias)
     return shapes
 
 
@@ -229,6 +264,39 @@ _MODERN_NOTES = (
     *("classifier_pooling", "global_attn_every_n_layers", "layer_norm_eps", "position_embedding_type"),
     "type_vocab_size",
 )
+# Names of fields in checkpoints of NomicBERT's authors.
+_NOMIC_SPELLINGS = {
+    "hidden_act": "activation_function",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "rope_theta": "rotary_emb_base",
+}
+# Fields that must have these values, if the config has them.
+_ROTATED_CHOICES: dict[str, object] = {
+    "causal": False,
+    "layer_norm_type": "layer_norm",
+    "logn_attention_scale": False,
+    "num_experts": 0,
+    "pack_qkv": True,
+    "parallel_block": False,
+    "prenorm": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "use_rms_norm": False,
+}
+_ROTATED_NOTES = (
+    *("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "logn_attention_clip1", "max_trained_positions"),
+    *("pad_vocab_size_multiple", "parallel_block_tied_norm", "reorder_and_upcast_attn", "rotary_emb_scale_base"),
+    *("rotary_scaling_factor", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("summary_type", "summary_use_proj", "unpad_inputs", "use_memory_efficient_attention", "use_xentropy"),
+)
+_ROTARY_THETAS: dict[EncoderFamily, float] = {"nomic": 1000.0, "gte": 160_000.0, "jina": 20_000.0}
 _MODERN_LAYER_TYPES = ("full_attention", "sliding_attention")
 _MODERN_THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
 _MODERN_THETA_NAMES = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
@@ -359,11 +427,17 @@ def _class_of(directory: Path) -> EncoderClass:
 
 
 def _config(directory: Path, encoder_class: EncoderClass, dtype_name: Dtype) -> EncoderConfig:
-    fields = Fields(read_json_object(directory / "config.json"), "config.json")
-    is_modern = encoder_class.family == "modernbert"
-    activation = _activation(fields, "hidden_activation" if is_modern else "hidden_act")
-    if (kind := fields.text_or("position_embedding_type", "absolute")) != "absolute":
-        raise ModelLoadError(f"position_embedding_type in config.json is {kind!r}; supported is absolute")
+    config = read_json_object(directory / "config.json")
+    fields = Fields(config, "config.json", _NOMIC_SPELLINGS if "n_embd" in config else None)
+    family, is_modern = encoder_class.family, encoder_class.family == "modernbert"
+    rotated = None
+    if family in _ROTARY_THETAS:
+        activation, rotated = _rotated_layers(fields, family)
+    else:
+        activation = _activation(fields, "hidden_activation" if is_modern else "hidden_act")
+    usual = "absolute" if rotated is None else "rope"
+    if (kind := fields.text_or("position_embedding_type", usual)) not in (usual, "rotary" if rotated else usual):
+        raise ModelLoadError(f"position_embedding_type in config.json is {kind!r}; supported is {usual}")
     if "quantization_config" in fields:
         raise ModelLoadError("config.json has a quantization_config; supported are unquantized safetensors")
     if encoder_class.scores_pairs and _label_count(fields) != 1:
@@ -372,14 +446,15 @@ def _config(directory: Path, encoder_class: EncoderClass, dtype_name: Dtype) -> 
         )
     if fields.flag_or("is_decoder", False):
         raise fields.wrong("is_decoder", "false for an encoder, which sees all tokens of a text")
-    is_roberta = encoder_class.family == "roberta"
-    position_offset = (fields.whole_or("pad_token_id", 1) or 0) + 1 if is_roberta else 0
+    position_offset = (fields.whole_or("pad_token_id", 1) or 0) + 1 if family == "roberta" else 0
     position_count = fields.whole("max_position_embeddings")
+    # Beyond this number, NomicBERT would compute other frequencies for each length of a text.
+    position_count = min(position_count, fields.whole_or("max_trained_positions", position_count))
     method, normalize = _pooling(directory)
     if encoder_class.scores_pairs:
         method = _scored_method(fields) if is_modern else "cls"
-    config = EncoderConfig(
-        family=encoder_class.family,
+    described = EncoderConfig(
+        family=family,
         vocab_size=fields.whole("vocab_size"),
         hidden_size=fields.whole("hidden_size"),
         intermediate_size=fields.whole("intermediate_size"),
@@ -397,9 +472,58 @@ def _config(directory: Path, encoder_class: EncoderClass, dtype_name: Dtype) -> 
         applies_sigmoid=not _has_identity(fields),
         dtype_name=dtype_name,
         modern=_modern_layers(fields) if is_modern else None,
+        rotated=rotated,
     )
-    warn_of_unread("config.json", unread_names(fields, _NOTES + _MODERN_NOTES if is_modern else _NOTES))
-    return config
+    notes = _MODERN_NOTES if is_modern else _ROTATED_NOTES if rotated is not None else ()
+    warn_of_unread("config.json", unread_names(fields, _NOTES + notes))
+    return described
+
+
+def _rotated_layers(fields: Fields, family: EncoderFamily) -> tuple[EncoderActivation, RotatedLayers]:
+    """Return the activation of the MLP, and how the layers differ from BERT's."""
+    for name, wanted in _ROTATED_CHOICES.items():
+        if name in fields and not fields.is_one_of(name, (wanted,)):
+            raise fields.wrong(name, f"{wanted} for an encoder")
+    rotary = _rotary(fields, family)
+    if family == "gte":
+        activation = _activation(fields, "hidden_act")
+        return activation, RotatedLayers(rotary=rotary, gated=("up_gate_proj",), up_bias=False)
+    if family == "jina":
+        return _activation(fields, "hidden_act"), RotatedLayers(rotary=rotary)
+    named = fields.text_or("hidden_act", "silu").replace("swiglu", "silu").replace("geglu", "gelu")
+    if named not in _ACTIVATIONS:
+        raise fields.wrong("hidden_act", f"swiglu, geglu, {', '.join(_ACTIVATIONS)}")
+    layers = RotatedLayers(
+        rotary=rotary,
+        gated=("up_proj", "gate_proj"),
+        attention_bias=fields.flag_or("qkv_proj_bias", False),
+        up_bias=fields.flag_or("mlp_fc1_bias", False),
+        down_bias=fields.flag_or("mlp_fc2_bias", False),
+    )
+    return _ACTIVATIONS[named], layers
+
+
+def _rotary(fields: Fields, family: EncoderFamily) -> RotaryConfig:
+    head_dim = fields.whole("hidden_size") // max(fields.whole("num_attention_heads"), 1)
+    group = fields.group_or_none("rope_parameters")
+    theta = None if group is None else group.number_or("rope_theta", None)
+    if theta is None:
+        theta = fields.number_or("rope_theta", _ROTARY_THETAS[family])
+    scaling = fields.group_or_none("rope_scaling") if group is None else group
+    kind = "default" if scaling is None else scaling.text_or("rope_type", scaling.text_or("type", "default"))
+    if scaling is None or kind == "default":
+        return RotaryConfig(theta=theta, rotated_dims=head_dim)
+    if kind != "ntk":
+        raise scaling.wrong("rope_type" if "rope_type" in scaling else "type", "default or ntk for an encoder")
+    factor = scaling.number("factor")
+    if not 1 <= factor <= 2**20:
+        raise scaling.wrong("factor", "a number of 1 or more")
+    # GTE's authors multiply the base, and then divide each frequency once more.
+    return RotaryConfig(
+        theta=theta * factor,
+        rotated_dims=head_dim,
+        scaling=RopeScaling(kind="linear", factor=factor ** (2 / max(head_dim, 1))),
+    )
 
 
 def _activation(fields: Fields, name: str) -> EncoderActivation:
