@@ -78,6 +78,19 @@ async def test_turn_sends_only_new_messages() -> None:
         engine.assert_all_free()
 
 
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [({}, ["look", "look"]), ({"parallel_tool_calls": False}, ["look"]), ({"tool_choice": "none"}, [])],
+    ids=["default", "not parallel", "none"],
+)
+async def test_reply_has_the_allowed_number_of_tool_calls(options: dict[str, Any], names: list[str]) -> None:
+    async with open_fake_engine(response=f"{CALL}\n{CALL}") as engine, engine.session() as session:
+        reply = await session.respond(USER, tools=[TOOL], **options)
+        assert [call.name for call in reply.tool_calls] == names
+        assert [call["function"]["name"] for call in session.messages[-1].get("tool_calls", ())] == names
+        assert (CALL in reply.content) is (not names)
+
+
 async def test_turn_of_text_is_appended_to_the_tokens_of_all_turns() -> None:
     async with open_fake_engine(response="!") as engine, engine.session() as session:
         await read(session.generate("one"))

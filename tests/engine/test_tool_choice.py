@@ -72,12 +72,13 @@ async def test_forced_tool_call_does_not_depend_on_the_model(engine: FakeEngine,
         assert json.loads(arguments) == {"colour": {"paint": "red", "wash": "blue"}[name]}
 
 
-async def test_tool_choice_none_hides_the_tools_from_the_model(engine: FakeEngine) -> None:
+async def test_tool_choice_none_keeps_the_prompt(engine: FakeEngine) -> None:
+    """The prefix cache then serves a turn without calls between two turns with calls."""
     async with (
         engine.generate(chat(PAINT), SamplingParams(max_tokens=1), tool_choice="none") as stream,
-        engine.generate(chat(), SamplingParams(max_tokens=1)) as bare,
+        engine.generate(chat(PAINT), SamplingParams(max_tokens=1)) as auto,
     ):
-        assert stream.prompt_token_ids == bare.prompt_token_ids
+        assert stream.prompt_token_ids == auto.prompt_token_ids
 
 
 async def test_tool_choice_auto_allows_text() -> None:

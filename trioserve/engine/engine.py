@@ -356,6 +356,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         adapter: str | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         strict: bool | None = None,
+        parallel_tool_calls: bool = True,
         session: LiveSession | SessionName | None = None,
         part_of: Span = NO_SPAN,
     ) -> RequestStream:
@@ -391,6 +392,8 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
                 "required", or a dict that names one function or several allowed ones. Default: "auto".
             strict: True: tool calls match the schemas of their functions. False: a tool call that `tool_choice` does
                 not force need not match. Default: the `strict` field of each tool decides.
+            parallel_tool_calls: False: a forced or strict response has at most one call. A session keeps only the first
+                call of any response.
             session: the session that the request is a turn of, from `sessions`. Programs use `Engine.session` instead.
             part_of: parent span of the request's trace.
 
@@ -403,10 +406,23 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         """
         sampling = self._bounded(instance_of(SamplingParams, "sampling", sampling, self.default_sampling))
         prompt = checked_prompt(prompt)
-        prompt, sampling = with_tool_choice(prompt, sampling, self.families, self.tokenizer, tool_choice, strict)
+        prompt, sampling = with_tool_choice(
+            prompt,
+            sampling,
+            self.families,
+            self.tokenizer,
+            tool_choice,
+            strict,
+            parallel_tool_calls=parallel_tool_calls,
+        )
         if resume is not None and not isinstance(resume, Resume):
             refuse("resume", resume, "a Resume, or None")
-        check_flags(add_special_tokens=add_special_tokens, resumable=resumable, keep_logprobs=keep_logprobs)
+        check_flags(
+            add_special_tokens=add_special_tokens,
+            parallel_tool_calls=parallel_tool_calls,
+            resumable=resumable,
+            keep_logprobs=keep_logprobs,
+        )
         new_request = session.new_request if isinstance(session, LiveSession) else None
         request: OpenRequest = (new_request or OpenRequest)(
             prompt,
@@ -430,6 +446,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             keep_logprobs=keep_logprobs,
             adapter=adapter,
             session=session,
+            calls_max=0 if tool_choice == "none" else None if parallel_tool_calls else 1,
         )
         return RequestStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 

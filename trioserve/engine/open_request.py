@@ -111,6 +111,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         is_resumable: True if the caller will resume the request after an abort. Then held-back text is not sent.
         keep_logprobs: True to keep log probabilities that were delivered.
         adapter: name of the adapter. None: no adapter.
+        calls_max: number of tool calls that a session reads from the response. 0: a call is text. None: no limit.
 
     Attributes:
         generates: True if the request generates tokens. False if its inputs are pooled.
@@ -151,6 +152,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         part_of: Span = NO_SPAN,
         adapter: str | None = None,
         session: LiveSession | SessionName | None = None,
+        calls_max: int | None = None,
     ) -> None:
         super().__init__(
             request_id=request_id,
@@ -163,6 +165,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             part_of=part_of,
         )
         self.asked_session = session
+        self.calls_max = calls_max
         self.session: LiveSession | None = None
         self.turn_of: LiveSession | None = None
         self.adapter = adapter

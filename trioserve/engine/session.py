@@ -34,7 +34,14 @@ from trioserve.engine.sessions import LiveSession, SessionName, SessionTable
 from trioserve.metrics.registry import Metrics
 from trioserve.text.response_parsers.offered_tools import offered_tools
 from trioserve.text.response_parsers.registry import ResponseFamilies
-from trioserve.text.response_parts import JoinedResponse, ResponseParser, WholeCall
+from trioserve.text.response_parts import (
+    ContentText,
+    JoinedResponse,
+    ReasoningText,
+    ResponseParser,
+    ResponsePart,
+    WholeCall,
+)
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.own_run import OwnRun
@@ -264,16 +271,19 @@ class SessionRequest(OpenRequest):
         is_whole = delta.finish_reason in WHOLE
         if isinstance(self.prompt, ChatPrompt):
             if self._parser is None:
+                tools = None if self.calls_max == 0 else self.prompt.tools
                 self._parser = self._conversation.families.new_parser(
-                    offered_tools(self.prompt.tools), prompt_token_ids=self.prompt_token_ids
+                    offered_tools(tools), prompt_token_ids=self.prompt_token_ids
                 )
-            self._response.take(self._parser.feed(delta.text))
-            if is_whole:
-                self._response.take(self._parser.end())
+            parts = self._parser.feed(delta.text) + (self._parser.end() if is_whole else [])
+            self._response.take(filter(self._is_kept, parts))
         if is_whole:
             self._conversation.take(self, self._given_to(0).token_ids, self._response)
             if self._response.calls and self.turn_of is not None:
                 self.turn_of.await_tools([call.name for call in self._response.calls])
+
+    def _is_kept(self, part: ResponsePart) -> bool:
+        return self.calls_max is None or isinstance(part, ContentText | ReasoningText) or part.index < self.calls_max
 
 
 def common_count(first: Sequence[int], second: Sequence[int]) -> int:
@@ -403,6 +413,7 @@ class Session:
         keep_logprobs: bool = False,
         tool_choice: str | Mapping[str, Any] | None = None,
         strict: bool | None = None,
+        parallel_tool_calls: bool = True,
         part_of: Span = NO_SPAN,
     ) -> RequestStream:
         """Create the next turn. It begins when the stream is entered with `async with`, and uses no resources before.
@@ -420,6 +431,7 @@ class Session:
             keep_logprobs: see `Engine.generate`.
             tool_choice: see `Engine.generate`.
             strict: see `Engine.generate`.
+            parallel_tool_calls: see `Engine.generate`.
             part_of: see `Engine.generate`.
 
         Returns:
@@ -439,6 +451,7 @@ class Session:
             keep_logprobs=keep_logprobs,
             tool_choice=tool_choice,
             strict=strict,
+            parallel_tool_calls=parallel_tool_calls,
             session=live,
             part_of=part_of,
         )
@@ -451,6 +464,7 @@ class Session:
         tools: Sequence[dict[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         strict: bool | None = None,
+        parallel_tool_calls: bool = True,
         deadlines: Deadlines | None = None,
     ) -> Reply:
         """Send new messages, and return the whole response.
@@ -461,6 +475,7 @@ class Session:
             tools: tools that the model may call. None: those of the turn before.
             tool_choice: see `generate`.
             strict: see `generate`.
+            parallel_tool_calls: False: the reply has at most one call. Further calls are dropped.
             deadlines: see `generate`.
 
         Raises:
@@ -471,7 +486,14 @@ class Session:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         prompt = ChatPrompt(messages=list(messages), tools=None if tools is None else list(tools))
-        stream = self.generate(prompt, sampling, tool_choice=tool_choice, strict=strict, deadlines=deadlines)
+        stream = self.generate(
+            prompt,
+            sampling,
+            deadlines=deadlines,
+            tool_choice=tool_choice,
+            strict=strict,
+            parallel_tool_calls=parallel_tool_calls,
+        )
         finish_reason: FinishReason | None = None
         async with stream:
             async for delta in stream:

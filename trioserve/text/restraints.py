@@ -287,7 +287,7 @@ def restrained(
         sampling: Sampling parameters of the request.
         families: Formats in which the model writes reasoning and calls.
         tokenizer: Tokenizer of the model.
-        tools: Checked tools that the prompt shows to the model, or None.
+        tools: Checked tools that the model may call, or None.
         tool_choice: Calls that the request demands or forbids.
         structured: Required structure of the content, or None.
         parallel_tool_calls: True if the response may have several calls.
@@ -319,8 +319,10 @@ def with_tool_choice(
     tokenizer: Tokenizer,
     tool_choice: object,
     strict: bool | None,
+    *,
+    parallel_tool_calls: bool = True,
 ) -> tuple[Prompt, SamplingParams]:
-    """Apply the arguments tool_choice and strict of a Python caller to a chat. Their meaning is the same as over HTTP.
+    """Apply the options for tool calls of a Python caller to a chat. Their meaning is the same as over HTTP.
 
     Nothing changes if both are None and no function is strict, or if the sampling parameters force calls already.
 
@@ -331,6 +333,7 @@ def with_tool_choice(
         tokenizer: Tokenizer of the model.
         tool_choice: Value in OpenAI's format, or None.
         strict: Value for all functions, or None to use the value of each function.
+        parallel_tool_calls: False if a forced or strict response may have only one call.
 
     Returns:
         The changed prompt and sampling parameters.
@@ -354,12 +357,17 @@ def with_tool_choice(
     if checked is not None and strict is not None:
         checked = [{**tool, "function": {**tool["function"], "strict": strict}} for tool in checked]
     choice = tool_choice_of(tool_choice, checked)
-    offered = choice.offered(checked)
     restrained_sampling = restrained(
-        sampling, families, tokenizer, tools=offered, tool_choice=choice, structured=structured
+        sampling,
+        families,
+        tokenizer,
+        tools=None if choice.mode is ToolMode.NONE else choice.shown(checked),
+        tool_choice=choice,
+        structured=structured,
+        parallel_tool_calls=parallel_tool_calls,
     )
     # The template gets the unchanged tools of the caller, since some templates print all fields of a tool.
-    return msgspec.structs.replace(prompt, tools=choice.offered(tools and list(tools))), restrained_sampling
+    return msgspec.structs.replace(prompt, tools=choice.shown(tools and list(tools))), restrained_sampling
 
 
 def _is_strict(tool: dict[str, Any]) -> bool:
@@ -370,16 +378,16 @@ def _is_strict(tool: dict[str, Any]) -> bool:
 def _restraint(
     families: ResponseFamilies,
     tokenizer: Tokenizer,
-    shown: list[dict[str, Any]] | None,
+    offered: list[dict[str, Any]] | None,
     choice: ToolChoice,
     structured: StructuredOutput | None,
     *,
     may_repeat: bool,
 ) -> StructuredOutput | None:
     """Return the required structure of the response after the reasoning, or None if every text is allowed."""
-    if not shown:
+    if not offered:
         return structured
-    tools = offered_tools(shown)
+    tools = offered_tools(offered)
     mode = choice.mode
     if mode is ToolMode.NAMED:
         tools = [tool for tool in tools if tool.name == choice.name]

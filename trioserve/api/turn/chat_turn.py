@@ -42,7 +42,7 @@ from trioserve.contracts.request import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.contracts.weights import add_versions
-from trioserve.text.response_parsers.offered_tools import ToolChoice, offered_tools
+from trioserve.text.response_parsers.offered_tools import ToolChoice, ToolMode, offered_tools
 from trioserve.text.response_parts import (
     ContentText,
     ReasoningText,
@@ -367,7 +367,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the prompt. Only for a turn with messages, not with plain_prompt."""
         return ChatPrompt(
             messages=self.messages,
-            tools=self.tool_choice.offered(self.tools),
+            tools=self.tool_choice.shown(self.tools),
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             chat_template=self.chat_template,
@@ -464,7 +464,7 @@ class ChatTurn:
         self._request = request
         self._new_id = new_id
         prompt = request.prompt() if request.plain_prompt is None else None
-        offered = None if prompt is None else prompt.tools
+        offered = None if prompt is None or request.tool_choice.mode is ToolMode.NONE else prompt.tools
         self._tools = offered_tools(offered) if offered else []
         families = engine.families
         has_tools = bool(self._tools)

@@ -179,7 +179,7 @@ _NAMES_ALLOWED = f"allowed are 1 to {NAME_CHARACTERS_MAX} letters, digits, under
 
 class ToolMode(enum.Enum):
     AUTO = "auto"  # The model decides whether it calls a function.
-    NONE = "none"  # The prompt does not show the tools to the model.
+    NONE = "none"  # The response has no calls. The prompt still shows the tools.
     REQUIRED = "required"  # The response consists of one or more calls.
     NAMED = "named"  # The response is a call of the named function.
 
@@ -197,17 +197,18 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     allowed: tuple[str, ...] | None = None
 
-    def offered(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Return the tools that the prompt shows and the model may call, or None if there are none.
+    def shown(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Return the tools that the prompt shows, or None if there are none.
+
+        With ToolMode.NONE, the prompt shows all tools, as in vLLM, but a call in the response is text. So a turn
+        without calls keeps the cached prefix of the conversation.
 
         Args:
             tools: Checked tools of the request, or None.
         """
-        if self.mode is ToolMode.NONE or not tools:
-            return None
         if self.allowed is None:
-            return tools
-        return [tool for tool in tools if tool["function"]["name"] in self.allowed] or None
+            return tools or None
+        return [tool for tool in tools or () if tool["function"]["name"] in self.allowed] or None
 
 
 _MODES = {mode.value: ToolChoice(mode=mode) for mode in (ToolMode.AUTO, ToolMode.NONE, ToolMode.REQUIRED)}
