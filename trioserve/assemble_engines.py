@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from trioserve.admission.model_runs import ModelRuns, ModelStatus
+from trioserve.admission.model_runs import ModelFollower, ModelRuns, ModelStatus
 from trioserve.assemble import open_configured_engine
 from trioserve.assemble_model import LoggedProgress
 from trioserve.asyncio.engine import Engine as AsyncioEngine
@@ -248,8 +248,7 @@ async def open_engines(
     ]
     settings = HostedModelsSettings(memory_bytes=memory_budget(memory), turn_seconds=turn, loads_max=max_loads)
     runs = ModelRuns[Engine](settings, specs, partial(_run_engine, configured))
-    runs.resize = Engine.limit_kv_cache
-    runs.set_asleep = _set_asleep
+    runs.follower = _EngineFollower()
     for model in hosted:
         if model.preload:
             runs.load(model.name)
@@ -264,8 +263,12 @@ open_asyncio_engines = for_asyncio(open_engines, AsyncioEngines)
 """The function `trioserve.asyncio.open_engines`."""
 
 
-async def _set_asleep(engine: Engine, asleep: bool) -> None:
-    await (engine.sleep(1, "wait") if asleep else engine.wake_up())
+class _EngineFollower(ModelFollower[Engine]):
+    async def resize(self, loaded: Engine, tokens: int) -> None:
+        await loaded.limit_kv_cache(tokens)
+
+    async def set_asleep(self, loaded: Engine, asleep: bool) -> None:
+        await (loaded.sleep(1, "wait") if asleep else loaded.wake_up())
 
 
 async def _run_engine(

@@ -181,14 +181,14 @@ async def test_model_that_does_not_wake_up_is_loaded_again(autojump_clock):
     cache = {"kv_blocks": 64, "kv_blocks_min": 32, "kv_block_bytes": 1, "kv_block_tokens": 4}
     async with open_models(spec("a", bytes=80, **cache)) as models:
         assert await (await models.router.client().post(PATH, body("a"))).head() == 200
-        set_asleep = models.host.set_asleep
+        set_asleep = models.host.follower.set_asleep
 
         async def fail_to_wake(loaded: EndpointSpec, asleep: bool) -> None:
             if not asleep:
                 raise EndpointLost("it does not answer")
             await set_asleep(loaded, asleep)
 
-        models.host.set_asleep = fail_to_wake
+        models.host.follower.set_asleep = fail_to_wake
         models.host.sleep("a")
         assert (await models.host.wait_until_settled("a")).state == "sleeping"
         assert await (await models.router.client().post(PATH, body("a"))).head() == 200
@@ -198,7 +198,7 @@ async def test_model_that_does_not_wake_up_is_loaded_again(autojump_clock):
 async def test_cache_of_a_model_that_is_being_unloaded_keeps_its_size(autojump_clock):
     async with open_models(spec("a")) as models:
         with pytest.raises(EndpointLost, match="the model is being unloaded"):
-            await models.host.resize(EndpointSpec(url="http://gone", id="gone"), 4)
+            await models.host.follower.resize(EndpointSpec(url="http://gone", id="gone"), 4)
 
 
 async def test_server_is_ready_although_no_model_is_loaded():

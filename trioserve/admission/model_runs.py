@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import trio
 
-from trioserve.contracts.errors import NoEndpoint, TrioserveError
+from trioserve.contracts.errors import InvalidRequest, NoEndpoint, TrioserveError
 from trioserve.router.hosted_models import (
     HostedModel,
     HostedModels,
@@ -31,7 +31,7 @@ from trioserve.router.settings import HostedModelsSettings
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["ModelRuns", "ModelStatus", "RunModel"]
+__all__ = ["ModelFollower", "ModelRuns", "ModelStatus", "RunModel"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,73 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
 
 
+class ModelFollower(Generic[LoadedT]):
+    """Follows the models of ModelRuns, and changes loaded models. Here, every notification is ignored, and every change
+    is refused.
+    """
+
+    def model_changed(self, state: ModelState, loaded: LoadedT) -> None:
+        """Note the new state of a loaded model.
+
+        Args:
+            state: LOADED (also after a load or a wake-up), DRAINING, UNLOADING, SLEEPING or WAKING.
+            loaded: the model.
+        """
+
+    def model_crashed(self, loaded: LoadedT) -> None:
+        """Note that a loaded model ended without an order.
+
+        Args:
+            loaded: the model.
+        """
+
+    def load_finished(self, seconds: float) -> None:
+        """Note the time of a load.
+
+        Args:
+            seconds: the time.
+        """
+
+    def load_failed(self, name: str, error: NoEndpoint) -> None:
+        """Note that a load failed.
+
+        Args:
+            name: the model.
+            error: the error for all requests that wait for the model.
+        """
+
+    def adapters_changed(self, name: str) -> None:
+        """Note that a model got or lost an adapter.
+
+        Args:
+            name: the model.
+        """
+
+    async def resize(self, loaded: LoadedT, tokens: int) -> None:
+        """Change the KV cache of a loaded model, and return when the memory of the rest is free.
+
+        Args:
+            loaded: the model.
+            tokens: new size of the cache.
+
+        Raises:
+            TrioserveError: the cache keeps its size.
+        """
+        raise InvalidRequest("the KV cache of this model cannot change")
+
+    async def set_asleep(self, loaded: LoadedT, asleep: bool) -> None:
+        """Free the whole KV cache of a loaded model, or allocate it again, and return when this has happened.
+
+        Args:
+            loaded: the model.
+            asleep: True to free the cache.
+
+        Raises:
+            TrioserveError: the model is awake if `asleep` is True. Otherwise, it must end.
+        """
+        raise InvalidRequest("this model cannot sleep")
+
+
 class _Run(Generic[LoadedT]):
     """The run of one model, from the order to load it until its memory is free."""
 
@@ -129,18 +196,9 @@ class ModelRuns(Generic[LoadedT]):
 
     Attributes:
         names: names of the models.
-        on_order: called with each order for a loaded model: LOADED (also after a load or a wake-up), DRAINING,
-            UNLOADING, SLEEPING or WAKING.
-        on_ended: called with a loaded model that ended without an order.
-        on_refused: called after a failed load, with the error for all requests that wait for the model.
-        resize: changes the KV cache of a loaded model to a number of tokens, and returns when the memory of the rest is
-            free. Any error means that the cache keeps its size. Required if the cache of a model may change.
-        set_asleep: frees the whole KV cache of a loaded model (True), or allocates it again (False), and returns when
-            this has happened. Any error of True means that the model is awake. Required if a model may sleep.
+        follower: follows and changes the models. Set it before `run`.
         on_adapter: called with a model, an adapter and its path, which the model has at each load from now on. Called
             with None when the adapter is removed.
-        on_names: called with a model after a change of its adapters.
-        on_load_time: called with the seconds of each finished load.
         loads_total: finished loads, by model.
         failures_total: failed loads and crashes, by model.
         unloads_total: unloads, by model.
@@ -153,14 +211,8 @@ class ModelRuns(Generic[LoadedT]):
         self.loads_total: Counter[str] = Counter()
         self.failures_total: Counter[str] = Counter()
         self.unloads_total: Counter[str] = Counter()
-        self.on_order: Callable[[ModelState, LoadedT], None] = lambda state, loaded: None
-        self.on_ended: Callable[[LoadedT], None] = lambda loaded: None
-        self.on_refused: Callable[[str, NoEndpoint], None] = lambda name, error: None
-        self.resize: Callable[[LoadedT, int], Awaitable[None]] | None = None
-        self.set_asleep: Callable[[LoadedT, bool], Awaitable[None]] | None = None
+        self.follower = ModelFollower[LoadedT]()
         self.on_adapter: Callable[[str, str, str | None], None] = lambda name, adapter, path: None
-        self.on_names: Callable[[str], None] = lambda name: None
-        self.on_load_time: Callable[[float], object] = lambda seconds: None
         self._run_model = run_model
         self._models = HostedModels(settings, specs)
         self.names = frozenset(model.spec.name for model in self._models)
@@ -246,7 +298,7 @@ class ModelRuns(Generic[LoadedT]):
         else:
             self._models.add_adapter(name, adapter)
         self.on_adapter(name, adapter, path)
-        self.on_names(name)
+        self.follower.adapters_changed(name)
 
     # --- requests, see HostedModels ---
 
@@ -458,7 +510,7 @@ class ModelRuns(Generic[LoadedT]):
             return
         run = self._runs[name]
         if run.loaded is not None:
-            self.on_order(state, run.loaded)
+            self.follower.model_changed(state, run.loaded)
         if state is ModelState.UNLOADING:
             run.stopping.set()
         elif state in (ModelState.SLEEPING, ModelState.WAKING):
@@ -476,8 +528,8 @@ class ModelRuns(Generic[LoadedT]):
             self._models.on_loaded(name, trio.current_time())
             self._reasons[name] = "it was loaded"
             self.loads_total[name] += 1
-            self.on_load_time(self._models[name].load_seconds)
-            self.on_order(ModelState.LOADED, loaded)
+            self.follower.load_finished(self._models[name].load_seconds)
+            self.follower.model_changed(ModelState.LOADED, loaded)
             self._changed.set()
 
         ended = await self._run_model(name, on_loaded=note_loaded, on_progress=run.note_progress, stopping=run.stopping)
@@ -488,7 +540,7 @@ class ModelRuns(Generic[LoadedT]):
             self._models.on_unloaded(name, now)
         else:
             if run.loaded is not None:
-                self.on_ended(run.loaded)
+                self.follower.model_crashed(run.loaded)
             self.failures_total[name] += 1
             self._reasons[name] = ended
             logger.error("model failed model=%s state=%s reason=%s", name, state.value, ended)
@@ -497,7 +549,7 @@ class ModelRuns(Generic[LoadedT]):
                 try:
                     self.check(name)
                 except NoEndpoint as error:
-                    self.on_refused(name, error)
+                    self.follower.load_failed(name, error)
         self._changed.set()
 
     async def _resize(self, run: _Run[LoadedT], order: ModelResize) -> None:
@@ -507,11 +559,10 @@ class ModelRuns(Generic[LoadedT]):
         async with run.resizing:
             if self._runs.get(name) is not run:
                 return  # The model ended in the meantime.
-            assert self.resize is not None, "a model whose cache may change needs resize"
             assert run.loaded is not None, "only loaded models change their cache"
             try:
                 with errors_unwrapped():
-                    await self.resize(run.loaded, order.kv_tokens)
+                    await self.follower.resize(run.loaded, order.kv_tokens)
             except TrioserveError as raised:
                 error = raised
         if self._runs.get(name) is not run:
@@ -527,11 +578,10 @@ class ModelRuns(Generic[LoadedT]):
         async with run.resizing:
             if self._runs.get(name) is not run:
                 return  # The model ended in the meantime.
-            assert self.set_asleep is not None, "a model that may sleep needs set_asleep"
             assert run.loaded is not None, "only loaded models sleep"
             try:
                 with errors_unwrapped():
-                    await self.set_asleep(run.loaded, asleep)
+                    await self.follower.set_asleep(run.loaded, asleep)
             except TrioserveError as raised:
                 error = raised
         if self._runs.get(name) is not run:
@@ -547,7 +597,7 @@ class ModelRuns(Generic[LoadedT]):
             self._models.on_woken(name, trio.current_time())
         if self._models[name].state is ModelState.LOADED:
             self._reasons[name] = "it was woken" if error is None else "it cannot sleep"
-            self.on_order(ModelState.LOADED, run.loaded)
+            self.follower.model_changed(ModelState.LOADED, run.loaded)
         self._changed.set()
 
     def _reason(self, model: HostedModel, now: float) -> str:

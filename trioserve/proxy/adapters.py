@@ -83,11 +83,10 @@ async def load_adapter(context: RouterContext) -> None:
     asked = decode_body(body, LoadAdapterBody)
     if not asked.lora_name or not asked.lora_path:
         raise AdapterRefused("Both 'lora_name' and 'lora_path' must be provided.", reason="missing", param=None)
-    models = context.services.models
-    if models is None:
+    if context.services.models is None:
         answers = await _ask(context, _chosen(context), body, seconds_max=LOAD_SECONDS_MAX)
     else:
-        name = queried_model(context, models)
+        models, name = queried_model(context)
         models.check_adapter(name, asked.lora_name)
         answers = await _ask_model(context, models, name, body)
         if answers[0].is_good:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from trioserve.admission.model_runs import ModelRuns
+from trioserve.admission.model_runs import ModelFollower, ModelRuns
 from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
 from trioserve.proxy.fleet import EndpointSpec, Fleet
@@ -29,7 +29,7 @@ SOURCE = "hosted"
 
 
 @uninterrupted
-class ModelHost(TicketFollower):
+class ModelHost(TicketFollower, ModelFollower[EndpointSpec]):
     """Adds loaded models to the endpoints of a router, and reports the router's requests to the models.
 
     Args:
@@ -43,12 +43,8 @@ class ModelHost(TicketFollower):
         self._waiting: set[int] = set()  # Indexes of the tickets that wait for a model.
         self._leases: dict[int, ModelLease] = {}  # By the index of the ticket.
         self._shown = Counter[tuple[str, str]]()
-        models.on_order = self._follow
-        models.on_ended = self._drain
-        models.on_refused = self._refuse_waiting
-        models.resize = self._resize
-        models.set_asleep = self._set_asleep
-        models.on_names = self._note_names
+        self._metrics: Metrics | None = None
+        models.follower = self
         fleet.dispatch.host(models.served_names, self)
         fleet.hosted_adapters = models.served_names - models.names
 
@@ -59,7 +55,7 @@ class ModelHost(TicketFollower):
             metrics: metrics of the router.
         """
         models = self._models
-        models.on_load_time = metrics.hosted_model_load_seconds.observe
+        self._metrics = metrics
 
         def show() -> None:
             metrics.hosted_models_bytes.set(models.held_bytes)
@@ -113,43 +109,47 @@ class ModelHost(TicketFollower):
             self._models.wait(ticket.request.model)
             self._waiting.add(ticket.index)
 
-    # --- orders ---
+    # --- changes of models ---
 
-    def _follow(self, state: ModelState, spec: EndpointSpec) -> None:
+    def model_changed(self, state: ModelState, loaded: EndpointSpec) -> None:
         if state is ModelState.LOADED:
-            self._fleet.add(spec, source=SOURCE)
-            self._note_names(self._models.base(next(iter(spec.models or ()))))
+            self._fleet.add(loaded, source=SOURCE)
+            self.adapters_changed(self._models.base(next(iter(loaded.models or ()))))
         else:
-            self._drain(spec)
+            self._fleet.drain(loaded.endpoint_id)
 
-    def _note_names(self, name: str) -> None:
-        """Send requests for the present adapters of a model to its endpoint, and refuse requests for removed ones."""
+    def model_crashed(self, loaded: EndpointSpec) -> None:
+        self._fleet.drain(loaded.endpoint_id)
+
+    def load_finished(self, seconds: float) -> None:
+        if self._metrics is not None:
+            self._metrics.hosted_model_load_seconds.observe(seconds)
+
+    def load_failed(self, name: str, error: NoEndpoint) -> None:
+        for admission in self._fleet.dispatch.live_admissions():
+            if admission.is_waiting and admission.model in self._models and self._models.base(admission.model) == name:
+                admission.end(error)
+
+    def adapters_changed(self, name: str) -> None:
+        # Requests for present adapters go to the model's endpoint, and requests for removed ones are refused.
         spec = self._models.loaded(name)
         if spec is not None:
             self._fleet.dispatch.set_models(spec.endpoint_id, self._models.names_of(name))
         self._fleet.dispatch.set_hosted(self._models.served_names)
         self._fleet.hosted_adapters = self._models.served_names - self._models.names
 
-    def _drain(self, spec: EndpointSpec) -> None:
-        self._fleet.drain(spec.endpoint_id)
-
-    async def _resize(self, spec: EndpointSpec, tokens: int) -> None:
-        if spec.endpoint_id not in self._fleet.specs():
+    async def resize(self, loaded: EndpointSpec, tokens: int) -> None:
+        if loaded.endpoint_id not in self._fleet.specs():
             raise EndpointLost("the model is being unloaded")
-        await _post(self._fleet.remote(spec.endpoint_id), f"/kv_cache?tokens={tokens}")
+        await _post(self._fleet.remote(loaded.endpoint_id), f"/kv_cache?tokens={tokens}")
 
-    async def _set_asleep(self, spec: EndpointSpec, asleep: bool) -> None:
+    async def set_asleep(self, loaded: EndpointSpec, asleep: bool) -> None:
         path = "/sleep?level=1&mode=wait" if asleep else "/wake_up"
-        remote = self._fleet.connect(spec)  # A sleeping model is no endpoint of the router.
+        remote = self._fleet.connect(loaded)  # A sleeping model is no endpoint of the router.
         try:
             await _post(remote, path)
         finally:
             remote.close()
-
-    def _refuse_waiting(self, name: str, error: NoEndpoint) -> None:
-        for admission in self._fleet.dispatch.live_admissions():
-            if admission.is_waiting and admission.model in self._models and self._models.base(admission.model) == name:
-                admission.end(error)
 
 
 async def _post(remote: RemoteEndpoint, path: str) -> None:

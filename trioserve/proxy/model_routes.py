@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ModelChanged",
     "NamedModel",
+    "hosted_model",
     "keep_alive_seconds",
     "list_models",
     "list_running",
@@ -173,7 +174,7 @@ async def load_model(context: RouterContext) -> None:
     Raises:
         InvalidRequest: The model is not loaded on demand, does not fit into the memory, or its load failed.
     """
-    models, name = await _named_model(context)
+    models, name = hosted_model(context, decode_body(await context.exchange.body(), NamedModel).model)
     models.load(name)
     status = await models.wait_until_settled(name)
     if status.failure is not None:
@@ -190,7 +191,7 @@ async def unload_model(context: RouterContext) -> None:
     Raises:
         InvalidRequest: The model is not loaded on demand.
     """
-    models, name = await _named_model(context)
+    models, name = hosted_model(context, decode_body(await context.exchange.body(), NamedModel).model)
     models.unload(name)
     status = await models.wait_until_settled(name)
     await context.respond_json(ModelChanged(success=True, status=_status(status)))
@@ -205,7 +206,7 @@ async def sleep_model(context: RouterContext) -> None:
     Raises:
         InvalidRequest: The model is not loaded on demand, is in use, or cannot sleep.
     """
-    models, name = _queried_model(context)
+    models, name = queried_model(context)
     Query(context.exchange.query).number("level", 1, low=1, high=1)
     models.sleep(name)
     await _respond_sleeping(context, await models.wait_until_settled(name))
@@ -220,7 +221,7 @@ async def wake_model(context: RouterContext) -> None:
     Raises:
         InvalidRequest: The model is not loaded on demand.
     """
-    models, name = _queried_model(context)
+    models, name = queried_model(context)
     if models.status(name).state == "sleeping":
         models.load(name)
     await _respond_sleeping(context, await models.wait_until_settled(name))
@@ -235,7 +236,7 @@ async def read_is_sleeping(context: RouterContext) -> None:
     Raises:
         InvalidRequest: The model is not loaded on demand.
     """
-    models, name = _queried_model(context)
+    models, name = queried_model(context)
     await _respond_sleeping(context, models.status(name))
 
 
@@ -374,51 +375,45 @@ def _duration(text: str) -> float | None:
     return sign * seconds if text else None
 
 
-def queried_model(context: RouterContext, models: ModelRuns[EndpointSpec]) -> str:
-    """Return the model on demand that the query names, or the only one if the query names none.
+def queried_model(context: RouterContext) -> tuple[ModelRuns[EndpointSpec], str]:
+    """Find the model on demand that the query names, or the only one if the query names none. See `hosted_model`.
 
     Args:
         context: Request of the router's API.
-        models: The models on demand.
+    """
+    named, models = context.query("model"), context.services.models
+    if named is None and models is not None:
+        if len(models.names) > 1:
+            raise InvalidRequest(
+                f"the query names no model: add ?model= with one of {', '.join(sorted(models.names))}", param="model"
+            )
+        named = next(iter(models.names))
+    return hosted_model(context, named or "")
+
+
+def hosted_model(context: RouterContext, named: str) -> tuple[ModelRuns[EndpointSpec], str]:
+    """Find a model on demand.
+
+    Args:
+        context: Request of the router's API.
+        named: Name or alias of the model, or name of one of its adapters.
+
+    Returns:
+        The models on demand, and the name of the model.
 
     Raises:
-        InvalidRequest: The query names another model, or none although there are several.
+        InvalidRequest: The router has no models on demand, or none with this name.
     """
-    named = context.query("model")
-    if named is None:
-        if len(models.names) == 1:
-            return next(iter(models.names))
-        raise InvalidRequest(
-            f"the query names no model: add ?model= with one of {', '.join(sorted(models.names))}", param="model"
-        )
-    return _hosted_model(context, models, named)
-
-
-def _hosted_model(context: RouterContext, models: ModelRuns[EndpointSpec], named: str) -> str:
+    models = context.services.models
+    if models is None:
+        raise InvalidRequest("this router loads no models on demand: send the request to one of its endpoints")
     name = context.services.fleet.aliases.get(named, named)
     if name not in models:
         raise InvalidRequest(
             f'the model "{named}" is not loaded on demand here; such models are: {", ".join(sorted(models.names))}',
             param="model",
         )
-    return models.base(name)
-
-
-def _models_on_demand(context: RouterContext) -> ModelRuns[EndpointSpec]:
-    models = context.services.models
-    if models is None:
-        raise InvalidRequest("this router loads no models on demand: send the request to one of its endpoints")
-    return models
-
-
-async def _named_model(context: RouterContext) -> tuple[ModelRuns[EndpointSpec], str]:
-    named, models = decode_body(await context.exchange.body(), NamedModel).model, _models_on_demand(context)
-    return models, _hosted_model(context, models, named)
-
-
-def _queried_model(context: RouterContext) -> tuple[ModelRuns[EndpointSpec], str]:
-    models = _models_on_demand(context)
-    return models, queried_model(context, models)
+    return models, models.base(name)
 
 
 def _status_of(models: ModelRuns[EndpointSpec] | None, name: str) -> ModelStatus | None:
