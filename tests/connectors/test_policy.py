@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from trioserve.connectors.settings import StreamOptions
-from trioserve.connectors.stream.frames import Tell
+from trioserve.connectors.stream.frames import Notice
 from trioserve.connectors.stream.policy import RETRIES_MAX, Load, StreamPolicy, proof_of
 from trioserve.connectors.stream.signature import Source, origin_of, signed
 from trioserve.contracts.events import FinishReason
@@ -89,10 +89,10 @@ class Books:
         return list(self.policy.progress())
 
     def releases(self) -> list[str]:
-        return [name for tell in self.policy.loads.tells(HERE) for name in tell.release]
+        return [name for notice in self.policy.loads.notices(HERE) for name in notice.release]
 
     def kept(self) -> list[str]:
-        return [name for tell in self.policy.loads.tells(HERE) for name in tell.keep]
+        return [name for notice in self.policy.loads.notices(HERE) for name in notice.keep]
 
 
 def blocks(count: int) -> list[BlockIndex]:
@@ -366,11 +366,11 @@ def test_complete_load_is_reported_to_core_and_holder():
     books.policy.loads.failed(load, "late")
     assert books.reports() == [Loaded(RequestId("a"), 10)]
     assert (books.kept(), books.releases()) == ([], ["theirs"])
-    (tell,) = books.policy.loads.tells(HERE)
-    books.policy.loads.told(HERE, tell, ())
-    assert books.policy.loads.tells(HERE) == []
+    (notice,) = books.policy.loads.notices(HERE)
+    books.policy.loads.answered(HERE, notice, ())
+    assert books.policy.loads.notices(HERE) == []
     assert not books.policy.request_finished(request("a", FROM_THERE), blocks(3), range(11), FinishReason.STOP)
-    assert books.policy.loads.tells(HERE) == []
+    assert books.policy.loads.notices(HERE) == []
 
 
 def test_abandoned_load_ends_at_once_and_is_reported_to_the_holder():
@@ -437,9 +437,9 @@ def test_ended_hold_fails_its_loads():
     books = Books()
     load = books.load()
     assert load is not None
-    books.policy.loads.told(Source("127.0.0.1", 7000, "another"), Tell(), ("theirs",))
+    books.policy.loads.answered(Source("127.0.0.1", 7000, "another"), Notice(), ("theirs",))
     assert load.is_alive
-    books.policy.loads.told(HERE, Tell(keep=("theirs",)), ("theirs",))
+    books.policy.loads.answered(HERE, Notice(keep=("theirs",)), ("theirs",))
     (report,) = books.reports()
     assert isinstance(report, LoadFailed)
     assert "127.0.0.1:7000: it does not hold the blocks any more" in report.message
@@ -487,11 +487,11 @@ def test_reports_to_a_holder_are_limited_and_sent_in_pieces():
     for index in range(1_200):
         params = signed(msgspec.structs.replace(FROM_THERE, remote_request_id=f"r{index}"), KEY)
         books.policy.request_finished(request(f"a{index}", params), [], [], FinishReason.ABORT)
-    tells = books.policy.loads.tells(HERE)
+    notices = books.policy.loads.notices(HERE)
     assert len(books.releases()) == 1_000
-    assert all(len(tell.keep) + len(tell.release) <= 100 for tell in tells)
-    books.policy.loads.cannot_tell(HERE)
-    assert books.policy.loads.tells(HERE) == []
+    assert all(len(notice.keep) + len(notice.release) <= 100 for notice in notices)
+    books.policy.loads.cannot_notify(HERE)
+    assert books.policy.loads.notices(HERE) == []
 
 
 def test_ended_connector_ends_all_holds_and_loads():

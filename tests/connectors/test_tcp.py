@@ -16,7 +16,7 @@ import trio.testing
 import trustme
 
 from trioserve.connectors.stream import policy
-from trioserve.connectors.stream.frames import Kind, Tell, frame
+from trioserve.connectors.stream.frames import Kind, Notice, frame
 from trioserve.connectors.stream.peer_connection import Identity, MayNot, SocketWire, greet_holder
 from trioserve.connectors.stream.reader import BROKE_OFF
 from trioserve.connectors.stream.signature import signed
@@ -381,7 +381,7 @@ async def test_peer_that_asks_without_pause_does_not_block_other_tasks():
         while not turns:  # The other task must have begun.
             await trio.lowlevel.checkpoint()
         try:
-            await connection.wire.send([frame(Kind.TELL, Tell(("x",), ())) * questions])
+            await connection.wire.send([frame(Kind.NOTICE, Notice(("x",), ())) * questions])
             turns = 0
             while there.connector.counts()["heartbeats_received_total"] < questions:
                 await trio.lowlevel.checkpoint()

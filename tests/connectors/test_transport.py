@@ -22,10 +22,10 @@ from trioserve.connectors.stream.frames import (
     BadFrame,
     Chunk,
     Kind,
+    Notice,
+    NoticeReply,
     Proof,
     Read,
-    Tell,
-    TellReply,
     frame,
     head_of,
 )
@@ -148,7 +148,7 @@ class Side:
         for load in self.policy.loads.take_new():
             self.nursery.start_soon(self.reader.bring, load)
         for source in self.policy.loads.take_urgent():
-            self.reader.tell_now(source, self.nursery)
+            self.reader.notify_now(source, self.nursery)
 
     async def until(self, kind: type | UnionType) -> object:
         """Return the first report of this kind."""
@@ -634,7 +634,7 @@ async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Si
         b"GET / HTTP/1.1\r\nHost: there\r\n\r\n",
         b"\0" * 100,
         b"TK",
-        frame(Kind.TELL, Tell(release=("held",))),
+        frame(Kind.NOTICE, Notice(release=("held",))),
         frame(Kind.READ, Read("held", 0, 11, PROOF, 40)),
         frame(Kind.HELLO, b"\xff" * 20),
         frame(Kind.HELLO, GREETING[:-3]),
@@ -706,8 +706,8 @@ async def test_silent_clients_without_the_key_do_not_block_readers(autojump_cloc
         await trio.testing.wait_all_tasks_blocked()
         assert side.holder.strangers.count <= GREETINGS_MAX
         _, wire = await greeted(side, nursery)
-        await wire.send([frame(Kind.TELL, Tell(keep=("held",)))])
-        assert (await receive_head(wire)).kind is Kind.TELL_REPLY
+        await wire.send([frame(Kind.NOTICE, Notice(keep=("held",)))])
+        assert (await receive_head(wire)).kind is Kind.NOTICE_REPLY
         wire.close()
         nursery.cancel_scope.cancel()
     assert side.holder.strangers.count == 0
@@ -719,8 +719,8 @@ async def test_clients_without_the_key_cannot_use_connection_slots_of_readers(au
         wires = [(await greeted(side, nursery))[1] for _ in range(GREETINGS_OF_ADDRESS_MAX + 4)]
         assert side.holder.strangers.count == 0
         for wire in wires:
-            await wire.send([frame(Kind.TELL, Tell())])
-            assert (await receive_head(wire)).kind is Kind.TELL_REPLY
+            await wire.send([frame(Kind.NOTICE, Notice())])
+            assert (await receive_head(wire)).kind is Kind.NOTICE_REPLY
             wire.close()
 
 
@@ -798,8 +798,8 @@ async def greeted(there: Side, nursery: trio.Nursery) -> tuple[PeerConnection, W
         frame(Kind.READ, Read("held", 0, 11, PROOF, 2**31)),
         frame(Kind.READ, Read("held", 0, 11, PROOF, 40, first_chunk=-1)),
         frame(Kind.READ, Read("held", 0, 11, PROOF, 40, first_chunk=2**31)),
-        frame(Kind.TELL, Tell(keep=tuple(map(str, range(101))))),
-        frames._HEAD.pack(b"TK", Kind.TELL, frames.BODY_BYTES_MAX + 1, 0, 0, 0, 0, 0),
+        frame(Kind.NOTICE, Notice(keep=tuple(map(str, range(101))))),
+        frames._HEAD.pack(b"TK", Kind.NOTICE, frames.BODY_BYTES_MAX + 1, 0, 0, 0, 0, 0),
         frame(Kind.PLACES_ASKED, b""),
     ],
     ids=lambda content: f"{len(content)}_bytes",
@@ -815,9 +815,9 @@ async def test_reader_with_invalid_frames_loses_only_its_connection(autojump_clo
         assert len(there.troubles) == there.policy.counts()["peers_refused_total"] == 1
         assert there.policy.sends.get("held") is not None
         _, wire = await greeted(there, nursery)
-        await wire.send([frame(Kind.TELL, Tell(keep=("held", "other")))])
+        await wire.send([frame(Kind.NOTICE, Notice(keep=("held", "other")))])
         head = await receive_head(wire)
-        assert frames.body_of(TellReply, await wire.receive(head.body_bytes)) == TellReply(("other",))
+        assert frames.body_of(NoticeReply, await wire.receive(head.body_bytes)) == NoticeReply(("other",))
         wire.close()
 
 
@@ -920,7 +920,7 @@ def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, 
         (responses(frame(Kind.ABORT, b"\xff")), "cannot be read"),
         (responses(b"garbage" * 10), "this is not the protocol of an engine"),
         (responses(frame(Kind.END, transfer=1)), "is due"),  # END arrives before any data.
-        (responses(frame(Kind.TELL_REPLY, TellReply())), "is due"),
+        (responses(frame(Kind.NOTICE_REPLY, NoticeReply())), "is due"),
         (responses(data(0, 0, 2, bytes(32), transfer=2)), "of transfer 2"),
         (responses(data(1, 0, 2, bytes(32))), "is due"),
         (responses(data(0, 2, 2, bytes(32))), "is due"),
@@ -1025,7 +1025,7 @@ def test_any_bytes_are_a_frame_or_raise_bad_frame():
             content = b"TK" + content[2:]
         with suppress(BadFrame):
             head_of(content)
-        for kind in (Read, Tell, TellReply, Proof, Abort, frames.Greeting):
+        for kind in (Read, Notice, NoticeReply, Proof, Abort, frames.Greeting):
             with suppress(BadFrame):
                 frames.body_of(kind, source.randbytes(source.randrange(60)))
 

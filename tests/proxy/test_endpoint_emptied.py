@@ -193,22 +193,22 @@ async def test_request_does_not_move_while_an_event_is_being_sent_to_the_client(
     async with open_pair("w1 w2") as pair:
         dispatch = pair.router.dispatch
         await wait_all_tasks_blocked()
-        is_told = False
+        is_sent = False
         with dispatch.enter(RoutedRequest(model="fake")) as admission:
             first = await admission.lease()
             admission.can_resume = lambda: True
 
-            async def tell() -> None:
-                nonlocal is_told
+            async def send() -> None:
+                nonlocal is_sent
                 dispatch.drain_endpoint(EndpointId(first), move_seconds=10)
                 for _ in range(5):
                     await trio.lowlevel.checkpoint()
-                is_told = True
+                is_sent = True
 
             with pytest.raises(Withdrawn), admission.attempt():
                 admission.first_token()
-                await admission.tell(tell())
-            assert is_told
+                await admission.send(send())
+            assert is_sent
             assert admission.attempts == 1
 
 

@@ -90,8 +90,8 @@ class AdmissionScope:
         gives_partial: True if the client needs the partial result, even if another client or an operator aborts the
             request.
         withdrawn_for: Reason why the current attempt must end. None if the attempt may continue.
-        is_telling: True while data is sent to the client. A withdrawn attempt ends only after the data is sent, see
-            `tell`.
+        is_sending: True while data is sent to the client. A withdrawn attempt ends only after the data is sent, see
+            `send`.
         attempts: Number of attempts that have started.
     """
 
@@ -111,7 +111,7 @@ class AdmissionScope:
         self._attempt: trio.CancelScope | None = None
         self._end: TrioserveError | None = None
         self.withdrawn_for: Fault | None = None
-        self.is_telling = False
+        self.is_sending = False
         self.attempts = 0
         self._is_attempt_over = trio.Event()
 
@@ -244,7 +244,7 @@ class AdmissionScope:
             TrioserveError: the request was ended, for example with RequestAborted or Draining.
         """
         self.sent()
-        self.withdrawn_for, self.is_telling = None, False
+        self.withdrawn_for, self.is_sending = None, False
         self.attempts += 1
         self._is_attempt_over = trio.Event()
         with trio.CancelScope() as scope:
@@ -276,21 +276,21 @@ class AdmissionScope:
         if self.withdrawn_for is not None and self._end is None:
             raise self._withdrawn()
 
-    async def tell(self, telling: Awaitable[None], *, is_last: bool = False) -> None:
+    async def send(self, sending: Awaitable[None], *, is_last: bool = False) -> None:
         """Send data to the client. The attempt does not end while data is being sent, so the client never gets half of
         an event.
 
         Args:
-            telling: Awaitable that sends the data.
+            sending: Awaitable that sends the data.
             is_last: True if no more data follows. Then the attempt is not withdrawn after the data is sent.
 
         Raises:
             Withdrawn: the request was withdrawn while the data was sent.
         """
-        self.is_telling = True
-        await telling
+        self.is_sending = True
+        await sending
         if not is_last:
-            self.is_telling = False
+            self.is_sending = False
             self.check_withdrawn()
 
     def _withdrawn(self) -> Withdrawn:
@@ -398,7 +398,7 @@ class AdmissionScope:
         """
         if self._attempt is not None:
             self.withdrawn_for = fault
-            if not self.is_telling:
+            if not self.is_sending:
                 self._attempt.cancel()
 
     @property

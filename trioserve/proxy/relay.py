@@ -103,12 +103,12 @@ async def attempt(
                 content_type = response.header("content-type") or ""
                 if content_type.startswith("text/event-stream"):
                     last = await _relay_events(proxied, id, response, begin)
-                    await admission.tell(context.finish(last), is_last=True)
+                    await admission.send(context.finish(last), is_last=True)
                 elif admission.has_token:
                     raise NotResumed(f'the endpoint "{id}" did not answer with events when it had to resume a stream')
                 elif content_type.startswith(LINES_TYPE):
                     await _relay_lines(proxied, id, response, begin)
-                    await admission.tell(context.finish(), is_last=True)
+                    await admission.send(context.finish(), is_last=True)
                 else:
                     await _relay_whole(proxied, id, response, begin, request)
             finally:
@@ -278,8 +278,8 @@ async def _relay_lines(
         if not has_begun:
             has_begun = True
             begin()
-            await admission.tell(context.start(response.status, proxied.response_headers(response), is_events=True))
-        await admission.tell(context.exchange.send(whole))
+            await admission.send(context.start(response.status, proxied.response_headers(response), is_events=True))
+        await admission.send(context.exchange.send(whole))
     if not is_over:
         raise InvalidAnswer(id, "no_end", "a stream without its last line")
 
@@ -303,7 +303,7 @@ async def _head_of(proxied: ProxiedRequest, request: EndpointRequest) -> RemoteR
                 with trio.move_on_after(context.services.access.keep_alive_seconds):
                     await awaited.is_over.wait()
                     break
-                await admission.tell(context.exchange.send(context.client_events.keep_alive))
+                await admission.send(context.exchange.send(context.client_events.keep_alive))
     return awaited.response()
 
 
@@ -363,11 +363,11 @@ async def _relay_events(
         remark = continuation.begin(id, response)
         stream = continuation.stream
         if remark:
-            await admission.tell(context.send_events(remark))
+            await admission.send(context.send_events(remark))
     # The response to the client begins with the first valid event, because the body might not be an event stream at
     # all.
     if not context.exchange.started and response.header(RESUME_HEADER) is not None:
-        await admission.tell(context.start(response.status, proxied.response_headers(response), is_events=True))
+        await admission.send(context.start(response.status, proxied.response_headers(response), is_events=True))
     # The code that runs for each event is most of the router's cost. So calls that are not needed are avoided.
     send = context.exchange.send if context.client_events.takes_all else context.send_events
     has_begun = is_over = False
@@ -404,10 +404,10 @@ async def _relay_events(
                 has_started = context.exchange.started
                 if not has_started:
                     head = proxied.response_headers(response)
-                    await admission.tell(context.start(response.status, head, is_events=True))
-            admission.is_telling = True  # The assignment replaces a call of `tell`, to save the cost of the call.
+                    await admission.send(context.start(response.status, head, is_events=True))
+            admission.is_sending = True  # The assignment replaces a call of `send`, to save the cost of the call.
             await send(events)
-            admission.is_telling = False
+            admission.is_sending = False
             if admission.withdrawn_for is not None:
                 admission.check_withdrawn()
         if stream.failure or stream.handed_over is not None:

@@ -8,10 +8,10 @@
     READ       positions of a request that the holder has  ──►
                ◄──  DATA ...      one chunk each, in the order of Chunks
                ◄──  END           the hold was alive when its last byte was read
-    TELL       requests that the reader still needs, and requests to release  ──►
-               ◄──  TELL_REPLY    requests that the holder does not hold, or no longer holds
+    NOTICE     requests that the reader still needs, and requests to release  ──►
+               ◄──  NOTICE_REPLY  requests that the holder does not hold, or no longer holds
 
-A holder that refuses a frame or stops a transfer sends ABORT with a sentence. READ and TELL may follow each other in
+A holder that refuses a frame or stops a transfer sends ABORT with a sentence. READ and NOTICE may follow each other in
 any order, one at a time. The receiver checks the head and the size of a frame before it reads the body.
 
 A chunk is a run of positions in one layer. Its size is counted in tokens, so reader and holder may have blocks of
@@ -38,7 +38,7 @@ __all__ = [
     "HEAD_BYTES",
     "ID_LENGTH_MAX",
     "NONCE_BYTES",
-    "TELL_IDS_MAX",
+    "NOTICE_IDS_MAX",
     "VERSION",
     "Abort",
     "BadFrame",
@@ -48,8 +48,8 @@ __all__ = [
     "Kind",
     "Proof",
     "Read",
-    "Tell",
-    "TellReply",
+    "Notice",
+    "NoticeReply",
     "body_of",
     "BlockViews",
     "blocks_of",
@@ -67,7 +67,7 @@ VERSION = 1
 MAGIC = b"TK"
 NONCE_BYTES = 32
 ID_LENGTH_MAX = 200  # Ids of this server have 40 characters. An id from a client may have any length.
-TELL_IDS_MAX = 100  # So many ids fit into the body of a TELL, even if each character needs four bytes.
+NOTICE_IDS_MAX = 100  # So many ids fit into the body of a NOTICE, even if each character needs four bytes.
 BODY_BYTES_MAX = 131_072
 GREETING_BYTES_MAX = 4_096  # maximum body size for a peer that has not proved yet that it knows the key
 CHUNK_BYTES_MAX = 4_194_304  # Even in the widest models, the KV of one token needs fewer bytes per layer.
@@ -89,8 +89,8 @@ class Kind(enum.IntEnum):
     DATA = 6
     END = 7
     ABORT = 8
-    TELL = 9
-    TELL_REPLY = 10
+    NOTICE = 9
+    NOTICE_REPLY = 10
     PLACES_ASKED = 11  # Only connectors/nixl.py uses this kind and the kinds after it.
     PLACES = 12
     HAVE_READ = 13
@@ -160,8 +160,8 @@ class Read(msgspec.Struct, frozen=True):
     first_chunk: int = 0
 
 
-class Tell(msgspec.Struct, frozen=True):
-    """Body of TELL.
+class Notice(msgspec.Struct, frozen=True):
+    """Body of NOTICE.
 
     Attributes:
         keep: Ids of requests whose blocks the reader still needs.
@@ -172,8 +172,8 @@ class Tell(msgspec.Struct, frozen=True):
     release: tuple[str, ...] = ()
 
 
-class TellReply(msgspec.Struct, frozen=True):
-    """Body of TELL_REPLY, the answer to TELL.
+class NoticeReply(msgspec.Struct, frozen=True):
+    """Body of NOTICE_REPLY, the answer to NOTICE.
 
     Attributes:
         gone: Ids in `keep` that the holder does not hold, or no longer holds.

@@ -9,7 +9,7 @@ import trio
 
 from trioserve.connectors.stream.frames import (
     CHUNK_BYTES_MAX,
-    TELL_IDS_MAX,
+    NOTICE_IDS_MAX,
     Abort,
     BadFrame,
     BlockViews,
@@ -17,9 +17,9 @@ from trioserve.connectors.stream.frames import (
     Chunks,
     Head,
     Kind,
+    Notice,
+    NoticeReply,
     Read,
-    Tell,
-    TellReply,
     blocks_of,
     data_head,
     frame,
@@ -160,21 +160,20 @@ class Holder:
         connection.wire.silence_seconds = SILENCE_SECONDS_MAX
         if head.kind is Kind.READ:
             await self._send(connection, head.transfer, await receive_body(connection.wire, head, Read))
-        elif head.kind is Kind.TELL:
-            await self._told(connection, await receive_body(connection.wire, head, Tell))
+        elif head.kind is Kind.NOTICE:
+            await self._answer_notice(connection, await receive_body(connection.wire, head, Notice))
         elif self._more_frames is None or not await self._more_frames(connection, head):
-            raise BadFrame(f"{head.kind.name} arrived instead of READ or TELL")
+            raise BadFrame(f"{head.kind.name} arrived instead of READ or NOTICE")
 
-    async def _told(self, connection: PeerConnection, tell: Tell) -> None:
-        if len(tell.keep) + len(tell.release) > TELL_IDS_MAX:
-            raise BadFrame(
-                f"{len(tell.keep) + len(tell.release)} requests are in a TELL, at most {TELL_IDS_MAX} are allowed"
-            )
+    async def _answer_notice(self, connection: PeerConnection, notice: Notice) -> None:
+        count = len(notice.keep) + len(notice.release)
+        if count > NOTICE_IDS_MAX:
+            raise BadFrame(f"{count} requests are in a NOTICE, at most {NOTICE_IDS_MAX} are allowed")
         sends = self._policy.sends
         self._policy.totals["heartbeats_received_total"] += 1
-        sends.released(tell.release)
-        gone = sends.still_wanted(tell.keep, trio.current_time())
-        await connection.wire.send([frame(Kind.TELL_REPLY, TellReply(gone))])
+        sends.released(notice.release)
+        gone = sends.still_wanted(notice.keep, trio.current_time())
+        await connection.wire.send([frame(Kind.NOTICE_REPLY, NoticeReply(gone))])
 
     async def _send(self, connection: PeerConnection, transfer: int, read: Read) -> None:
         if not 0 < read.chunk_bytes <= CHUNK_BYTES_MAX:

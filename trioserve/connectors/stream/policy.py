@@ -30,7 +30,7 @@ from hashlib import blake2b
 import msgspec
 
 from trioserve.connectors.settings import StreamOptions
-from trioserve.connectors.stream.frames import TELL_IDS_MAX, Tell
+from trioserve.connectors.stream.frames import NOTICE_IDS_MAX, Notice
 from trioserve.connectors.stream.signature import Origin, Source, origin_of, signed
 from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.events import FinishReason
@@ -479,8 +479,8 @@ class Loads:
         self.resumed_total += 1
         return seconds
 
-    def tells(self, source: Source) -> list[Tell]:
-        """Build the TELL messages that are due to a holder.
+    def notices(self, source: Source) -> list[Notice]:
+        """Build the NOTICE messages that are due to a holder.
 
         Args:
             source: Holder that gets the messages.
@@ -492,9 +492,9 @@ class Loads:
         """
         keep = list(self._readers.get(source, ()))
         release = list(self._news.get(source, ()))
-        size = TELL_IDS_MAX // 2
+        size = NOTICE_IDS_MAX // 2
         return [
-            Tell(tuple(keep[at : at + size]), tuple(release[at : at + size]))
+            Notice(tuple(keep[at : at + size]), tuple(release[at : at + size]))
             for at in range(0, max(len(keep), len(release)), size)
         ]
 
@@ -504,24 +504,24 @@ class Loads:
         self._urgent.clear()
         return taken
 
-    def told(self, source: Source, tell: Tell, gone: Iterable[str]) -> None:
-        """Record that a holder answered a TELL, and fail the loads whose holds are gone.
+    def answered(self, source: Source, notice: Notice, gone: Iterable[str]) -> None:
+        """Record that a holder answered a NOTICE, and fail the loads whose holds are gone.
 
         Args:
             source: Holder that answered.
-            tell: Message that the holder answered.
+            notice: Message that the holder answered.
             gone: Ids of needed requests that the holder does not hold.
 
         Cost: O(loads).
         """
-        self._told(source, tell.release)
+        self._forget_releases(source, notice.release)
         lost = set(gone)
         if lost:
             for load in tuple(self._out.values()):
                 if load.origin.source == source and load.origin.request_id in lost:
                     self.failed(load, "it does not hold the blocks any more")
 
-    def cannot_tell(self, source: Source) -> None:
+    def cannot_notify(self, source: Source) -> None:
         """Drop the releases for a holder that cannot be reached. Its holds end by their deadlines.
 
         Args:
@@ -560,7 +560,7 @@ class Loads:
         self._urgent.add(origin.source)
         self._on_work()
 
-    def _told(self, source: Source, released: Iterable[str]) -> None:
+    def _forget_releases(self, source: Source, released: Iterable[str]) -> None:
         news = self._news.get(source)
         if news is None:
             return

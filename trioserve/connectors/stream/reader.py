@@ -17,9 +17,9 @@ from trioserve.connectors.stream.frames import (
     Chunks,
     Head,
     Kind,
+    Notice,
+    NoticeReply,
     Read,
-    Tell,
-    TellReply,
     blocks_of,
     frame,
     places,
@@ -49,7 +49,7 @@ __all__ = ["MakeReader", "Reader"]
 CONNECT_SECONDS_MAX = 4.0
 KEPT_SECONDS_MAX = 30.0  # time to keep an idle connection; shorter than IDLE_SECONDS_MAX of the holder
 HEARTBEAT_SECONDS = 2.5  # a quarter of the lifetime of a hold, so two heartbeats may get lost
-TELL_FAILURES_MAX = 3  # maximum number of failures in a row; afterwards, the holds end by their deadlines
+NOTICE_FAILURES_MAX = 3  # maximum number of failures in a row; afterwards, the holds end by their deadlines
 PEER_CONNECTIONS_MAX = 4
 PEERS_MAX = 64
 BROKE_OFF = "this engine cannot be reached, or broke off"
@@ -59,7 +59,7 @@ The log has the details.
 """
 # Maximum number of holders that wait for a free task. Further holders are not notified, and their holds end by their
 # deadlines.
-TOLD_LATER_MAX = 1_000
+NOTIFY_LATER_MAX = 1_000
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class Reader:
         self._pages = policy.setup.pages
         self._slots = trio.CapacityLimiter(policy.options.reads_max)
         self._peers: dict[Source, Peer] = {}
-        self._told_again: dict[Source, trio.Event] = {}  # events that wake the task that sends messages to a holder
-        self._told_later: dict[Source, None] = {}  # holders that wait for a free task
+        self._notify_again: dict[Source, trio.Event] = {}  # events that wake the task that sends messages to a holder
+        self._notify_later: dict[Source, None] = {}  # holders that wait for a free task
 
     # --- one load ---
 
@@ -376,7 +376,7 @@ class Reader:
 
     # --- messages to holders ---
 
-    def tell_now(self, source: Source, nursery: trio.Nursery) -> None:
+    def notify_now(self, source: Source, nursery: trio.Nursery) -> None:
         """Send the due messages to a holder now, and heartbeats while loads need its holds.
 
         A task sends the messages, and ends when nothing is due any more.
@@ -385,67 +385,67 @@ class Reader:
             source: Holder.
             nursery: Nursery for the task.
         """
-        again = self._told_again.get(source)
+        again = self._notify_again.get(source)
         if again is not None:
             again.set()
-        elif len(self._told_again) < PEERS_MAX:
-            self._told_again[source] = trio.Event()
-            nursery.start_soon(self._tell_on, source, nursery)
-        elif len(self._told_later) < TOLD_LATER_MAX:
-            self._told_later[source] = None
+        elif len(self._notify_again) < PEERS_MAX:
+            self._notify_again[source] = trio.Event()
+            nursery.start_soon(self._keep_notified, source, nursery)
+        elif len(self._notify_later) < NOTIFY_LATER_MAX:
+            self._notify_later[source] = None
         else:
-            self._loads.cannot_tell(source)
+            self._loads.cannot_notify(source)
 
     @trio.lowlevel.enable_ki_protection
-    async def _tell_on(self, source: Source, nursery: trio.Nursery) -> None:
+    async def _keep_notified(self, source: Source, nursery: trio.Nursery) -> None:
         connection: PeerConnection | None = None
         failure_count = 0
         try:
             while True:
-                again = self._told_again[source] = trio.Event()
-                tells = self._loads.tells(source)
-                seconds = HEARTBEAT_SECONDS if tells else KEPT_SECONDS_MAX
+                again = self._notify_again[source] = trio.Event()
+                notices = self._loads.notices(source)
+                seconds = HEARTBEAT_SECONDS if notices else KEPT_SECONDS_MAX
                 try:
-                    for tell in tells:
+                    for notice in notices:
                         if connection is None:
                             connection = await self.connect(source)
-                        await self._tell(connection, source, tell)
+                        await self._notify(connection, source, notice)
                     failure_count = 0
                 except (*BROKEN, Refused) as error:
                     if connection is not None:
                         connection.wire.close()
                         connection = None
                     failure_count += 1
-                    if isinstance(error, Refused) or failure_count >= TELL_FAILURES_MAX:
+                    if isinstance(error, Refused) or failure_count >= NOTICE_FAILURES_MAX:
                         self._note(str(source), describe(error))
-                        self._loads.cannot_tell(source)
-                        if not self._loads.tells(source):
+                        self._loads.cannot_notify(source)
+                        if not self._loads.notices(source):
                             return  # At most PEERS_MAX tasks may run, and another holder may need a task.
                     else:
                         seconds = 0.1 * failure_count
                 with trio.move_on_after(seconds):
                     await again.wait()
-                if not tells and not again.is_set():
+                if not notices and not again.is_set():
                     return
         except Exception:
             # This error is a bug of the reader. It affects only this holder, whose holds end by their deadlines.
             log.exception("kv holder cannot be notified source=%s", source)
-            self._loads.cannot_tell(source)
+            self._loads.cannot_notify(source)
         finally:
-            del self._told_again[source]
+            del self._notify_again[source]
             if connection is not None:
                 connection.wire.close()
-            if self._told_later:
-                self.tell_now(self._told_later.popitem()[0], nursery)
+            if self._notify_later:
+                self.notify_now(self._notify_later.popitem()[0], nursery)
 
-    async def _tell(self, connection: PeerConnection, source: Source, tell: Tell) -> None:
-        await connection.wire.send([frame(Kind.TELL, tell)])
+    async def _notify(self, connection: PeerConnection, source: Source, notice: Notice) -> None:
+        await connection.wire.send([frame(Kind.NOTICE, notice)])
         head = await receive_head(connection.wire)
-        if head.kind is not Kind.TELL_REPLY:
-            raise BadFrame(f"{head.kind.name} arrived instead of TELL_REPLY")
-        reply = await receive_body(connection.wire, head, TellReply)
+        if head.kind is not Kind.NOTICE_REPLY:
+            raise BadFrame(f"{head.kind.name} arrived instead of NOTICE_REPLY")
+        reply = await receive_body(connection.wire, head, NoticeReply)
         self._policy.totals["heartbeats_sent_total"] += 1
-        self._loads.told(source, tell, reply.gone)
+        self._loads.answered(source, notice, reply.gone)
 
 
 MakeReader = Callable[[StreamPolicy, Identity, Note, Callable[[Source], Awaitable[Wire]]], Reader]

@@ -89,7 +89,7 @@ class StreamTransport:
                     for load in self._policy.loads.take_new():
                         nursery.start_soon(self.reader.bring, load)
                     for source in self._policy.loads.take_urgent():
-                        self.reader.tell_now(source, nursery)
+                        self.reader.notify_now(source, nursery)
                     self.reader.close_idle(trio.current_time())
                     with trio.move_on_after(TIDY_SECONDS if self.reader.has_idle else float("inf")):
                         await self._has_work.wait()

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from trioserve.connectors.settings import StreamOptions
-from trioserve.connectors.stream.frames import Chunks, Tell
+from trioserve.connectors.stream.frames import Chunks, Notice
 from trioserve.connectors.stream.policy import Load, Send, StreamPolicy
 from trioserve.connectors.stream.signature import Source
 from trioserve.contracts.ids import BlockIndex
@@ -235,7 +235,7 @@ HERE = "127.0.0.1"
 PORTS = {"prefill": 1, "decode": 2}
 SILENCE_SECONDS = 4.0
 HEARTBEAT_SECONDS = 2.5
-TELL_FAILURES_MAX = 3
+NOTICE_FAILURES_MAX = 3
 
 Slots = tuple[tuple[int, str | None] | None, ...]
 
@@ -276,16 +276,16 @@ class Aborted(msgspec.Struct, frozen=True):
     is_another: bool = False
 
 
-class Told(msgspec.Struct, frozen=True):
+class HolderNotice(msgspec.Struct, frozen=True):
     """Message: a reader notifies an engine which of its held blocks are still needed, and which may be released.
 
     Attributes:
         engine_id: id of the engine that holds the blocks.
-        tell: the notice.
+        notice: the notice.
     """
 
     engine_id: str
-    tell: Tell
+    notice: Notice
 
 
 class Gone(msgspec.Struct, frozen=True):
@@ -359,7 +359,7 @@ class PairTransport:
         self.policy = StreamPolicy(setup, StreamOptions(), lambda: None, key=b"of the pair")
         self.policy.address = (HERE, PORTS[name])
         self.servings: list[Serving] = []
-        self._tellers: dict[Source, Teller] = {}
+        self._notifiers: dict[Source, Notifier] = {}
 
     def work(self) -> None:
         """Begin the pending work of the policy. A real transport's task does this whenever it is woken."""
@@ -367,10 +367,10 @@ class PairTransport:
             self.policy.loads.begun(load, self.now())
             self.bring(load)
         for source in self.policy.loads.take_urgent():
-            teller = self._tellers.get(source)
-            if teller is None:
-                teller = self._tellers[source] = Teller(self, source)
-            teller.tell_now()
+            notifier = self._notifiers.get(source)
+            if notifier is None:
+                notifier = self._notifiers[source] = Notifier(self, source)
+            notifier.notify_now()
 
     def bring(self, load: Load) -> None:
         """Make one attempt to load the missing chunks of a load.
@@ -417,16 +417,16 @@ class PairTransport:
         if isinstance(message, Asked):
             self._serve(connection, message)
         else:
-            assert isinstance(message, Told)
+            assert isinstance(message, HolderNotice)
             if message.engine_id != self.engine_id:
                 connection.send(self.name, Aborted("another engine listens at this address", is_another=True))
                 return
             sends = self.policy.sends
-            sends.released(message.tell.release)
-            connection.send(self.name, Gone(sends.still_wanted(message.tell.keep, self.now())))
+            sends.released(message.notice.release)
+            connection.send(self.name, Gone(sends.still_wanted(message.notice.keep, self.now())))
 
     def forget(self, source: Source) -> None:
-        self._tellers.pop(source, None)
+        self._notifiers.pop(source, None)
 
     def _serve(self, connection: Connection, asked: Asked) -> None:
         if asked.engine_id != self.engine_id:
@@ -549,7 +549,7 @@ class Bringing:
         self._transport.broken(self._load, why)
 
 
-class Teller:
+class Notifier:
     """Repeatedly notifies an engine which of its held blocks are still needed, and which may be released.
 
     Args:
@@ -562,18 +562,18 @@ class Teller:
         self._source = source
         self._failure_count = 0
         self._connection: Connection | None = None
-        self._sent_tell: Tell | None = None
+        self._sent_notice: Notice | None = None
         self._is_due_again = False
         self._turn = 0
 
-    def tell_now(self) -> None:
-        if self._sent_tell is not None:
+    def notify_now(self) -> None:
+        if self._sent_notice is not None:
             self._is_due_again = True
             return
         self._turn += 1
         transport, source = self._transport, self._source
-        tells = transport.policy.loads.tells(source)
-        if not tells:
+        notices = transport.policy.loads.notices(source)
+        if not notices:
             self._leave()
             return
         if self._connection is None:
@@ -581,45 +581,45 @@ class Teller:
             if self._connection is None:
                 self._failed(is_final=False)
                 return
-        self._sent_tell = tells[0]
-        self._connection.send(transport.name, Told(source.engine_id, self._sent_tell))
+        self._sent_notice = notices[0]
+        self._connection.send(transport.name, HolderNotice(source.engine_id, self._sent_notice))
         self._connection.patience[transport.name] = transport.now() + SILENCE_SECONDS
 
     def take(self, connection: Connection, message: msgspec.Struct) -> None:
-        tell, self._sent_tell = self._sent_tell, None
+        notice, self._sent_notice = self._sent_notice, None
         connection.patience.clear()
-        if isinstance(message, Gone) and tell is not None:
+        if isinstance(message, Gone) and notice is not None:
             self._failure_count = 0
-            self._transport.policy.loads.told(self._source, tell, message.request_ids)
+            self._transport.policy.loads.answered(self._source, notice, message.request_ids)
             self._again(0.0 if self._is_due_again else HEARTBEAT_SECONDS)
         else:
             self._close()
             self._failed(is_final=isinstance(message, Aborted))
 
     def broke(self, connection: Connection, why: str) -> None:
-        self._connection, was_due, self._sent_tell = None, self._sent_tell, None
+        self._connection, was_due, self._sent_notice = None, self._sent_notice, None
         if was_due is not None:
             self._failed(is_final=False)
 
     def _failed(self, *, is_final: bool) -> None:
-        self._sent_tell = None
+        self._sent_notice = None
         self._failure_count += 1
-        if is_final or self._failure_count >= TELL_FAILURES_MAX:
-            self._transport.policy.loads.cannot_tell(self._source)
+        if is_final or self._failure_count >= NOTICE_FAILURES_MAX:
+            self._transport.policy.loads.cannot_notify(self._source)
             self._again(HEARTBEAT_SECONDS)
         else:
             self._again(0.1 * self._failure_count)
 
     def _again(self, seconds: float) -> None:
         self._is_due_again = False
-        if not self._transport.policy.loads.tells(self._source):
+        if not self._transport.policy.loads.notices(self._source):
             self._leave()
             return
-        self._transport.timers.at(self._transport.now() + seconds, partial(self._tell_again, self._turn))
+        self._transport.timers.at(self._transport.now() + seconds, partial(self._notify_again, self._turn))
 
-    def _tell_again(self, turn: int) -> None:
+    def _notify_again(self, turn: int) -> None:
         if turn == self._turn:  # If the turn has changed, a newer notice was sent meanwhile.
-            self.tell_now()
+            self.notify_now()
 
     def _leave(self) -> None:
         self._close()
