@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from trioserve import __version__
 from trioserve.commands.option_groups import (
     CHECK_OPTIONS,
@@ -23,6 +25,7 @@ from trioserve.commands.option_groups import (
 from trioserve.commands.program_end import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    STANDBY_COMMAND,
     end_program,
     hang_up_as_before,
     limit_message,
@@ -36,7 +39,7 @@ from trioserve.options.router import RouterOptions
 __all__ = ["main", "run_program"]
 
 
-SERVING_COMMANDS = ("serve", "scripted", "route", "disagg")
+SERVING_COMMANDS = ("serve", "scripted", "route", "disagg", STANDBY_COMMAND)
 
 WELCOME = """\
 Common uses of trioserve:
@@ -66,8 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.insert(0, "serve")
     if arguments[0] not in SERVING_COMMANDS:
         hang_up_as_before()
+    run: Callable[[], int]
     if arguments[0] == "bench":  # The import of this parser takes long, and no other command needs the parser.
         run = functools.partial(_bench, arguments[1:])
+    elif arguments[0] == STANDBY_COMMAND:
+        run = _run_later
     else:
         run = functools.partial(_run_parsed, arguments)
     try:
@@ -93,6 +99,19 @@ def _run_parsed(arguments: list[str]) -> int:
     parser, commands = _parser()
     parsed = parser.parse_args(arguments)
     return commands[parsed.command](parsed)
+
+
+def _run_later() -> int:
+    """Import the modules of a server, then read the arguments of a command from standard input, and run it.
+
+    The arguments are a list in JSON. If there is none, the program that started this one has ended, and so does this
+    one.
+    """
+    from trioserve.commands.serve import import_modules
+
+    import_modules()
+    given = sys.stdin.buffer.read()
+    return _run_parsed(msgspec.json.decode(given, type=list[str])) if given else 0
 
 
 def run_program() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -48,14 +49,40 @@ def statuses(server: ServerProcess) -> dict[str, str]:
         return {each["id"]: each["status"]["value"] for each in json.load(response)["data"]}
 
 
-def process_of(server: ServerProcess, name: str) -> int | None:
-    """Return the child process of the server that serves a model, or None."""
+def processes(server: ServerProcess) -> dict[str, int]:
+    """Return the child processes of the server by their names. The process on standby has the interpreter's name."""
+    found = {}
     for children in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"--served-model-name" in words and words[words.index(b"--served-model-name") + 1] == name.encode():
+            with contextlib.suppress(OSError):  # The process has ended meanwhile.
+                found[Path(f"/proc/{pid}/comm").read_text().strip()] = pid
+    return found
+
+
+def process_of(server: ServerProcess, name: str) -> int | None:
+    """Return the child process of the server that serves a model, or None."""
+    return processes(server).get(name)
+
+
+def standby(server: ServerProcess) -> int:
+    """Wait for the process on standby, and return its id."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for name, pid in processes(server).items():
+            if name.startswith("python"):
                 return pid
-    return None
+        time.sleep(0.05)
+    raise AssertionError(f"no process on standby: {processes(server)}")
+
+
+def test_load_uses_the_process_on_standby_unless_it_has_ended(hosted):
+    for name, is_killed in (("a", False), ("b", True)):
+        pid = standby(hosted)
+        if is_killed:
+            os.kill(pid, signal.SIGKILL)
+        chat(hosted, name, max_tokens=4)
+        assert (process_of(hosted, name) == pid) is not is_killed
+    assert standby(hosted) != pid
 
 
 def test_models_take_turns_in_the_memory(hosted):

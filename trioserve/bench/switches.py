@@ -154,7 +154,7 @@ async def _measure(settings: SwitchSettings, server: ServerProcess) -> SwitchRep
         storm_switches=storm_switches,
         memory_before_bytes=memory_before,
         memory_after_bytes=memory_bytes(server.pid)[0],
-        processes_after=_child_count(server.pid),
+        processes_after=_process_count(server.pid),
     )
 
 
@@ -249,6 +249,7 @@ def _reason(response: PlainResponse | Failure) -> str:
     return str(response.message) if isinstance(response, Failure) else f"status {response.status}"
 
 
-def _child_count(pid: int) -> int:
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    return sum(len(file.read_text(encoding="ascii").split()) for file in files)
+def _process_count(pid: int) -> int:
+    """Return the processes of models. The server's process on standby is none of them."""
+    children = " ".join(file.read_text(encoding="ascii") for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    return sum(Path(f"/proc/{child}/comm").read_text(encoding="utf-8").strip() in NAMES for child in children.split())

@@ -14,8 +14,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -37,6 +39,8 @@ __all__ = [
     "Serving",
     "Signalled",
     "child_sockets",
+    "ended_with_scope",
+    "open_child",
     "relay_lines",
     "relay_progress",
     "relay_signals",
@@ -45,8 +49,12 @@ __all__ = [
 
 PARENT_SOCKET = "TRIOSERVE_PARENT_SOCKET"
 """Variable with the file descriptor of a socket to the process that started a server. See ParentProcess."""
+PROCESS_NAME = Path("/proc/self/comm")
 MESSAGE_BYTES_MAX = 64 * 1024
 LINE_BYTES_MAX = 64 * 1024  # maximum length of a line of output; a longer line is printed in pieces
+OWN_SESSION = True
+"""Each child has its own session. Ctrl-C in a terminal reaches only the parent, which stops the children in order."""
+KILL_SECONDS_MAX = 5.0  # The system ends a killed process much sooner, unless the process waits for a device.
 SERVING = re.compile(r"serving .* at (\S+) ")
 
 Key = TypeVar("Key")
@@ -145,6 +153,16 @@ class ParentProcess:
 
         threading.Thread(target=wait, name="parent", daemon=True).start()
 
+    def name_process(self, name: str) -> None:
+        """Show a name instead of "python" in the lists of `ps` and `top` if a server started this one. Linux only.
+
+        Args:
+            name: the served model. The system keeps 15 bytes.
+        """
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                PROCESS_NAME.write_text(name)
+
     def report(self, progress: LoadProgress) -> None:
         """Report the progress of loading in steps of one per cent. The thread that loads calls this method.
 
@@ -187,13 +205,37 @@ async def start_child(nursery: trio.Nursery, arguments: list[str], **options: An
             stdin=subprocess.DEVNULL,
             check=False,
             deliver_cancel=_kill,
-            # The child has its own session. So Ctrl-C in a terminal reaches only the parent, which then stops the
-            # children in the right order.
-            start_new_session=True,
+            start_new_session=OWN_SESSION,
             **options,
         )
     )
     return process
+
+
+async def open_child(arguments: list[str], **options: Any) -> trio.Process:
+    """Start a process with the same Python interpreter. The caller kills it, see `ended_with_scope`.
+
+    Args:
+        arguments: Arguments of the interpreter.
+        options: Further options of trio.lowlevel.open_process.
+    """
+    command = [sys.executable, *arguments]
+    return await trio.lowlevel.open_process(command, start_new_session=OWN_SESSION, **options)
+
+
+@asynccontextmanager
+async def ended_with_scope(process: trio.Process) -> AsyncIterator[None]:
+    """Kill a process that still runs at the end of the scope, and wait until its memory is free.
+
+    Args:
+        process: The process.
+    """
+    try:
+        yield
+    finally:
+        process.kill()
+        with trio.move_on_after(KILL_SECONDS_MAX, shield=True):
+            await process.wait()
 
 
 async def relay_signals(

@@ -8,9 +8,10 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,10 +26,12 @@ from trioserve.assemble_model import LoadProgress, LoadReport
 from trioserve.commands.child_processes import (
     PARENT_SOCKET,
     child_sockets,
+    ended_with_scope,
+    open_child,
     relay_lines,
     relay_progress,
-    start_child,
 )
+from trioserve.commands.program_end import STANDBY_COMMAND
 from trioserve.commands.serving import optional_path
 from trioserve.config import Config, add_arguments, config_from
 from trioserve.contracts.errors import StartupError, TrioserveError
@@ -105,6 +108,7 @@ class Hosting:
         common = _common_options(config)
         self._specs = [model_spec(model, common, keep_alive=config.model_keep_alive) for model in self._models]
         self._memory_bytes = memory_budget(config.models_memory)
+        self._processes = ModelProcesses(config, self._models)
 
     @property
     def what(self) -> str:
@@ -125,6 +129,17 @@ class Hosting:
         """Open the store of files and batches, which may use all models."""
         return open_store(optional_path(self._config.data_dir), self._config.store_settings())
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keep a process on standby for the next load inside of the scope."""
+        if not self._config.model_processes:
+            yield
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._processes.keep_standby)
+            yield
+            nursery.cancel_scope.cancel()
+
     def runs(self) -> ModelRuns[EndpointSpec]:
         """Create the runs of the models. Models that have to be preloaded are loaded once they run.
 
@@ -135,7 +150,7 @@ class Hosting:
         settings = HostedModelsSettings(
             memory_bytes=self._memory_bytes, turn_seconds=config.model_turn, loads_max=config.max_model_loads
         )
-        processes = ModelProcesses(config, self._models)
+        processes = self._processes
         run = processes.run if config.model_processes else partial(processes.run_inside, self._serve_model)
         runs = ModelRuns(settings, self._specs, run)
         runs.on_adapter = processes.set_adapter
@@ -170,6 +185,59 @@ class ServeModel(Protocol):
     ) -> None: ...
 
 
+class _Child:
+    """A process that has imported the modules of a server, and waits for its arguments.
+
+    Args:
+        process: the process. Its standard input takes the arguments.
+        connection: socket on which the process reports its progress. If the socket is closed, the process stops.
+    """
+
+    def __init__(self, process: trio.Process, connection: socket.socket) -> None:
+        self.process = process
+        self.connection = connection
+
+    @classmethod
+    async def start(cls, keys: Mapping[str, str]) -> _Child:
+        """Start a process.
+
+        Args:
+            keys: variables with the keys of its server.
+        """
+        ours, theirs = child_sockets()
+        with theirs:
+            try:
+                process = await open_child(
+                    ["-m", "trioserve", STANDBY_COMMAND],
+                    stdin=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=_environment({**keys, PARENT_SOCKET: str(theirs.fileno())}),
+                    pass_fds=(theirs.fileno(),),
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return cls(process, ours)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Own the process inside of the scope. It is killed at the end if it still runs."""
+        with self.connection:
+            async with ended_with_scope(self.process):
+                yield
+
+    async def begin(self, arguments: list[str]) -> None:
+        """Let the process run a command of trioserve.
+
+        Args:
+            arguments: arguments of the command.
+        """
+        assert self.process.stdin is not None
+        async with self.process.stdin as stdin:
+            with suppress(trio.BrokenResourceError):  # The process has ended, which its exit code explains.
+                await stdin.send_all(msgspec.json.encode(arguments))
+
+
 class ModelProcesses:
     """Runs one server for each loaded model: a process of `trioserve serve`, or tasks of this process.
 
@@ -186,6 +254,8 @@ class ModelProcesses:
         self._models = {model.name: model for model in models}
         self._key = secrets.token_urlsafe(32)
         self._loads = 0
+        self._standby: _Child | None = None
+        self._has_begun_load = trio.Event()
 
     def command(self, name: str) -> list[str]:
         """Return the arguments of trioserve for the process of a model.
@@ -236,28 +306,47 @@ class ModelProcesses:
         """
         endpoint, last_line = self._new_endpoint(name), ""
         path = self._models[name].path
-        ours, theirs = child_sockets()
 
         def note_progress(activity: str, share: float | None) -> None:
             on_progress(activity.replace(path, name), share)  # Clients see the activity, but no paths.
 
         on_progress(f"starting the process of {name}", None)
-        with ours, theirs:
-            async with trio.open_nursery() as nursery:
-                process = await start_child(
-                    nursery,
-                    ["-m", "trioserve", *self.command(name)],
-                    stderr=subprocess.PIPE,
-                    env=_environment({**self._keys(), PARENT_SOCKET: str(theirs.fileno())}),
-                    pass_fds=(theirs.fileno(),),
-                )
-                nursery.start_soon(relay_progress, trio.socket.from_stdlib_socket(ours), note_progress)
-                nursery.start_soon(_stop, process, stopping)
-                assert process.stderr is not None
-                last_line = await relay_lines(name, process.stderr, lambda url: on_loaded(endpoint(url)))
-                code = await process.wait()
-                nursery.cancel_scope.cancel()
+        child = await self._next_child()
+        process = child.process
+        async with child.running(), trio.open_nursery() as nursery:
+            nursery.start_soon(relay_progress, trio.socket.from_stdlib_socket(child.connection), note_progress)
+            nursery.start_soon(_stop, process, stopping)
+            nursery.start_soon(child.begin, self.command(name))
+            assert process.stderr is not None
+            last_line = await relay_lines(name, process.stderr, lambda url: on_loaded(endpoint(url)))
+            code = await process.wait()
+            nursery.cancel_scope.cancel()
         return f"its process ended with code {code}: {last_line}" if code else "its process ended"
+
+    async def keep_standby(self) -> None:
+        """Keep one process that has imported the modules of a server, so that the next load takes less time."""
+        try:
+            while True:
+                self._has_begun_load = trio.Event()
+                if self._standby is None:
+                    try:
+                        self._standby = await _Child.start(self._keys())
+                    except OSError as error:  # The next load tries again, and reports the error.
+                        logger.warning("no process on standby: %s", error)
+                await self._has_begun_load.wait()
+        finally:
+            if self._standby is not None:
+                async with self._standby.running():
+                    pass
+
+    async def _next_child(self) -> _Child:
+        """Return the process on standby, or a new one. The caller owns it from now on."""
+        child, self._standby = self._standby, None
+        self._has_begun_load.set()
+        if child is not None and child.process.poll() is not None:
+            child.connection.close()
+            child = None
+        return child or await _Child.start(self._keys())
 
     async def run_inside(
         self,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
+    "STANDBY_COMMAND",
     "SteadyStderr",
     "StopSignals",
     "end_program",
@@ -29,6 +30,8 @@ __all__ = [
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # Shells report this exit code after Ctrl-C.
+STANDBY_COMMAND = "standby"
+"""Command that imports the modules of a server, and then reads the arguments of `serve` from standard input."""
 
 _SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # So many characters have at most PIPE_BUF bytes (4,096). A pipe accepts either all bytes of such a write or none.

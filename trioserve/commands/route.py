@@ -177,6 +177,7 @@ async def serve_router(
             with errors_unwrapped():
                 async with (
                     _open_door(app, inherited),
+                    nullcontext() if hosting is None else hosting.running(),
                     routing.running(),
                     app.batches.running(),
                     app.page.running(),

@@ -50,7 +50,9 @@ from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.engine.engine import Engine
 from trioserve.engine.lifecycle.step_times import StepTime, StepTimes, step_trace
 from trioserve.http.server import FrontendServer
+from trioserve.model.device import pick_device, torch_now
 from trioserve.model.diffusion.directory import is_image_model
+from trioserve.model.settings import ModelSettings
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.router_app import RouterApp
@@ -110,6 +112,15 @@ def _access_rules(config: Config, *, is_mounted: bool) -> AccessRules:
 logger = logging.getLogger(__name__)
 
 
+def import_modules() -> None:
+    """Import the modules that a server with a language model would import later, when it loads the model."""
+    import trioserve.model.loaded_models
+    import trioserve.model.runner  # noqa: F401 (the import is the effect)
+
+    if pick_device(ModelSettings()) == "cuda":
+        torch_now()
+
+
 def run_server(config: Config) -> int:
     """Serve a model until Ctrl-C or SIGTERM, then drain.
 
@@ -126,6 +137,7 @@ def run_server(config: Config) -> int:
 
     parent = ParentProcess.of_environment()
     parent.stop_with_it()
+    parent.name_process(", ".join(_names(config)))
     if config.hosts_models:
         # This import is late, because a server with one model needs none of the imported modules.
         from trioserve.commands.hosting import Hosting
