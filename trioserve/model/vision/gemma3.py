@@ -20,10 +20,11 @@ from trioserve.model.vision.family import (
     vision_fields,
     vit_config,
 )
-from trioserve.vision.families.gemma3 import Gemma3Processing
+from trioserve.vision.families.gemma3 import Gemma3Processing, PanAndScan
 
 __all__ = ["Gemma3Config", "read_gemma3"]
 
+CROPS_MAX = 16
 _NOTES = ("vision_use_head",)  # The head is not used.
 
 
@@ -78,8 +79,6 @@ def read_gemma3(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Gem
             "not supported"
         )
     processor = processor_fields(directory)
-    if processor.flag_or("do_pan_and_scan", False):
-        raise processor.wrong("do_pan_and_scan", "false")
     size = processor.group_or_none("size") or Fields({"height": 224, "width": 224}, "size")
     for name in ("height", "width"):
         if size.whole(name) != vit.image_size:
@@ -91,4 +90,16 @@ def read_gemma3(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Gem
         embedding_size=config.output_size,
         image_token_id=image_token_id(outer, 262_144),
         is_bidirectional=True,
+        pan_and_scan=_pan_and_scan(processor) if processor.flag_or("do_pan_and_scan", False) else None,
     )
+
+
+def _pan_and_scan(processor: Fields) -> PanAndScan:
+    crops_max = processor.whole_or("pan_and_scan_max_num_crops", 4)
+    if not 2 <= crops_max <= CROPS_MAX:
+        raise processor.wrong("pan_and_scan_max_num_crops", f"2 to {CROPS_MAX}")
+    crop_size_min = processor.whole_or("pan_and_scan_min_crop_size", 256)
+    if crop_size_min < crops_max:  # Smaller parts could be empty.
+        raise processor.wrong("pan_and_scan_min_crop_size", f"at least {crops_max}")
+    ratio_min = processor.number_or("pan_and_scan_min_ratio_to_activate", 1.2)
+    return PanAndScan(crop_size_min=crop_size_min, crops_max=crops_max, ratio_min=ratio_min)
