@@ -27,7 +27,7 @@ from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.vision.families.pixtral import PixtralProcessing
+from trioserve.vision.families.pixtral import LightOnProcessing, PixtralProcessing
 from trioserve.vision.families.registry import tiles_of
 from trioserve.vision.image_prompt import ImageReader, split_images
 
@@ -169,15 +169,18 @@ def chat(*files: bytes) -> list[dict[str, Any]]:
         ("smolvlm", 32, [(60, 33), (20, 20)]),
         ("smolvlm", 48, [(60, 33), (20, 20)]),
         ("gemma3", 32, [(60, 33), (20, 20)]),
+        ("gemma3_crops", 32, [(70, 33), (25, 60)]),
         ("llava", 32, [(60, 33), (20, 41)]),
         ("llava_next", 32, [(150, 61)]),
         ("llava_next", 32, [(31, 28), (27, 30)]),
+        ("llava_next_video", 32, [(150, 61)]),
         ("llava_onevision", 32, [(60, 33), (20, 41)]),
         ("llava_onevision", 32, [(150, 61)]),
         ("llava_onevision", 32, [(33, 35)]),
         ("internvl", 32, [(150, 61), (20, 41)]),
         ("mistral3", 32, [(150, 61), (20, 41), (9, 64)]),
         ("pixtral", 32, [(60, 33), (20, 3)]),
+        ("lighton_ocr", 32, [(150, 61), (20, 41), (9, 64)]),
     ],
 )
 def test_images_prompts_and_tokens_equal_those_of_transformers(
@@ -233,6 +236,23 @@ def test_images_prompts_and_tokens_equal_those_of_transformers(
 
 
 @pytest.mark.slow
+def test_crops_of_many_sizes_equal_those_of_transformers(
+    vision_checkpoint: Callable[..., Path], tiny_vision: ModuleType
+) -> None:
+    part = open_checkpoint(vision_checkpoint("gemma3_crops")).vision
+    assert part is not None
+    image_processor = tiny_vision.processor("gemma3_crops").image_processor
+    rng = np.random.default_rng(1)
+    for limit in (30, 100, 1000):
+        for width, height in rng.integers(1, limit, (300, 2)).tolist():
+            crops = image_processor.pan_and_scan(np.broadcast_to(np.uint8(0), (3, height, width)), 16, 4, 1.2)
+            plan = part.processing.plan(width, height)
+            assert plan.tile_count == 1 + len(crops)
+            assert plan.rows * plan.columns == len(crops)
+            assert plan.columns >= plan.rows if width >= height else plan.rows >= plan.columns
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llava_next", "llava_onevision", "internvl"])
 def test_token_counts_of_many_sizes_equal_those_of_transformers(
     kind: str, vision_checkpoint: Callable[..., Path], tiny_vision: ModuleType
@@ -248,21 +268,29 @@ def test_token_counts_of_many_sizes_equal_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mistral3", "pixtral"])
+@pytest.mark.parametrize("kind", ["mistral3", "pixtral", "lighton_ocr"])
 def test_sizes_of_resized_images_equal_those_of_transformers(kind: str, vision_checkpoint: Callable[..., Path]) -> None:
     part = open_checkpoint(vision_checkpoint(kind)).vision
     assert part is not None
-    assert isinstance(part.processing, PixtralProcessing)
-    edge, square = part.processing.longest_edge, part.processing.square
+    processing = part.processing
+    assert isinstance(processing, PixtralProcessing)
+    edge, square = processing.longest_edge, processing.square
+    multiple = processing.multiple if isinstance(processing, LightOnProcessing) else square
     rng = np.random.default_rng(1)
     for limit in (10, 100, 1000, 5000):
         for width, height in rng.integers(1, limit, (300, 2)).tolist():
             if max(width, height) > edge * min(width, height):
                 with pytest.raises(InvalidRequest, match=f"at most {edge} times its shorter side: cut it"):
-                    part.processing.plan(width, height)
+                    processing.plan(width, height)
                 continue
-            plan = part.processing.plan(width, height)
             image = np.broadcast_to(np.uint8(0), (3, height, width))
-            assert (plan.tile_height, plan.tile_width) == get_resize_output_image_size(image, edge, square)
-            assert plan.runs == (plan.tile_width // square,) * (plan.tile_height // square)
-            assert plan.row_count * part.processing.row_bytes <= part.processing.image_bytes_max
+            tile_height, tile_width = get_resize_output_image_size(image, edge, multiple)
+            if min(tile_height, tile_width) < square:
+                with pytest.raises(InvalidRequest, match="each side needs 5 after it is resized"):
+                    processing.plan(width, height)
+                continue
+            plan = processing.plan(width, height)
+            assert (plan.tile_height, plan.tile_width) == (tile_height, tile_width)
+            lines = (tile_width // square,) * (tile_height // square)
+            assert plan.runs == (lines if kind != "lighton_ocr" else (sum(lines),))
+            assert plan.row_count * processing.row_bytes <= processing.image_bytes_max

@@ -184,7 +184,8 @@ SIZE_OF_ENCODER = "the image_size of the vision_config, 32"
         ("gemma3", "config.json", "mm_tokens_per_image", 17, "a square number"),
         ("gemma3", "config.json", "mm_tokens_per_image", 9, "no multiple of the 3 rows"),
         ("gemma3", "config.json", "text_config.sliding_window", 8, "more than the sliding_window"),
-        ("gemma3", "processor_config.json", "image_processor.do_pan_and_scan", True, "do_pan_and_scan"),
+        ("gemma3_crops", "processor_config.json", "image_processor.pan_and_scan_max_num_crops", 17, "2 to 16"),
+        ("gemma3_crops", "processor_config.json", "image_processor.pan_and_scan_min_crop_size", 3, "at least 4"),
         ("gemma3", "processor_config.json", "image_processor.size.height", 64, SIZE_OF_ENCODER),
         ("llava", "config.json", "vision_feature_layer", -4, "one layer, -3 to 3"),
         ("llava", "config.json", "vision_feature_layer", [-2, -1], "a whole number"),
@@ -217,6 +218,9 @@ SIZE_OF_ENCODER = "the image_size of the vision_config, 32"
         ("mistral3", "preprocessor_config.json", "size", {"height": 64, "width": 64}, "lacks longest_edge"),
         ("mistral3", "preprocessor_config.json", "size.longest_edge", 5000, "it must be 1 to 4096"),
         ("pixtral", "config.json", "vision_feature_select_strategy", "default", "it must be full"),
+        ("lighton_ocr", "preprocessor_config.json", "patch_size", 6, "a multiple of 4, the patch_size of the"),
+        ("lighton_ocr", "preprocessor_config.json", "patch_size", {"height": 4, "width": 8}, "a square"),
+        ("lighton_ocr", "preprocessor_config.json", "patch_size", 0, "allowed is 1 to 4096"),
     ],
 )
 def test_unsupported_field_of_an_image_encoder_is_refused_by_name(

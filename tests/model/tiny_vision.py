@@ -7,6 +7,7 @@ A tile is 32 pixels wide and high, and becomes 16 rows of the model, or 64 in mo
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,20 @@ import numpy as np
 
 __all__ = ["IMAGE_TOKEN", "KINDS", "TILE_TOKENS", "VOCAB_SIZE", "image_file", "processor", "write_checkpoint"]
 
-KINDS = ("idefics3", "smolvlm", "gemma3", "llava", "llava_next", "llava_onevision", "internvl", "mistral3", "pixtral")
+KINDS = (
+    "idefics3",
+    "smolvlm",
+    "gemma3",
+    "gemma3_crops",
+    "llava",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "internvl",
+    "mistral3",
+    "pixtral",
+    "lighton_ocr",
+)
 VOCAB_SIZE = 320
 IMAGE_TOKEN = "<image>"
 TILE_TOKENS = 16
@@ -37,9 +51,16 @@ _SPECIAL = (
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
+    "<|image_pad|>",
 )
 # Signs of images in chat templates, and tokens of rows. Others have IMAGE_TOKEN.
-_SIGNS = {"gemma3": "<start_of_image>", "internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]", "pixtral": "[IMG]"}
+_SIGNS = {
+    "gemma3": "<start_of_image>",
+    "internvl": "<IMG_CONTEXT>",
+    "mistral3": "[IMG]",
+    "pixtral": "[IMG]",
+    "lighton_ocr": "<|image_pad|>",
+}
 _ROW_TOKENS = {**_SIGNS, "gemma3": "<image_soft_token>"}
 # Classes of transformers. Others have the name of their kind.
 _CLASSES = {"pixtral": "llava"}
@@ -77,14 +98,17 @@ _TEXTS_OF: dict[str, dict[str, Any]] = {
     "internvl": {"model_type": "qwen2"},
     "mistral3": {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
     "pixtral": {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+    "lighton_ocr": {"model_type": "qwen3", "head_dim": 16},
 }
 _EYES_OF: dict[str, dict[str, Any]] = {
     "llava": {"model_type": "clip_vision_model", "num_hidden_layers": 3},
     "llava_next": {"model_type": "clip_vision_model", "num_hidden_layers": 3},
+    "llava_next_video": {"model_type": "clip_vision_model", "num_hidden_layers": 3},
     "llava_onevision": {"model_type": "siglip_vision_model"},
     "internvl": {"model_type": "internvl_vision"},
     "mistral3": {"model_type": "pixtral", "hidden_act": "silu", "rope_parameters": {"rope_theta": 100.0}},
     "pixtral": {"model_type": "pixtral"},
+    "lighton_ocr": {"model_type": "pixtral", "hidden_act": "silu"},
 }
 _EYES: dict[str, Any] = {
     "hidden_size": 32,
@@ -108,6 +132,7 @@ def write_checkpoint(
     import torch
     import transformers
 
+    whole_kind, kind = kind, kind.removesuffix("_crops")
     fields: dict[str, Any] = {
         "idefics3": {"scale_factor": 2},
         "smolvlm": {"scale_factor": 2},
@@ -118,6 +143,10 @@ def write_checkpoint(
         },
         "llava": {"image_seq_length": 64},
         "llava_next": {"image_grid_pinpoints": _CANVASES},
+        "llava_next_video": {
+            "image_grid_pinpoints": _CANVASES,
+            "video_token_index": _SPECIAL.index("<video>"),
+        },
         "llava_onevision": {
             "image_grid_pinpoints": _CANVASES,
             "vision_aspect_ratio": "anyres_max_2",
@@ -126,6 +155,7 @@ def write_checkpoint(
         "internvl": {"image_seq_length": TILE_TOKENS},
         "mistral3": {"spatial_merge_size": 2},
         "pixtral": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        "lighton_ocr": {"spatial_merge_size": 2},
     }[kind]
     row_token = _SPECIAL.index(_ROW_TOKENS.get(kind, IMAGE_TOKEN))
     class_name = _CLASSES.get(kind, kind)
@@ -135,7 +165,7 @@ def write_checkpoint(
         vision_config={**_EYES, "image_size": image_size, **_EYES_OF.get(kind, {})},
         **{
             "image_token_index"
-            if class_name in ("gemma3", "llava", "llava_next", "llava_onevision", "mistral3")
+            if class_name in ("gemma3", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3")
             else "image_token_id": row_token
         },
         tie_word_embeddings=False,
@@ -157,12 +187,14 @@ def write_checkpoint(
     model.to(getattr(torch, dtype))
     model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=END_TOKEN_ID)
     model.save_pretrained(directory)
-    prepares = processor(kind, longest_edge=longest_edge)
+    prepares = processor(whole_kind, longest_edge=longest_edge)
     if kind in (
+        "llava_next_video",
         "llava_onevision",
         "internvl",
         "mistral3",
         "pixtral",
+        "lighton_ocr",
     ):  # Without a processor of videos, transformers saves only the parts.
         prepares.image_processor.save_pretrained(directory)
         prepares.tokenizer.save_pretrained(directory)
@@ -191,7 +223,7 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     named = {}
-    if kind == "gemma3":
+    if kind.startswith("gemma3"):
         named = {
             "boi_token": "<start_of_image>",
             "image_token": "<image_soft_token>",
@@ -204,6 +236,8 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         }
+    crops = kind.endswith("_crops")
+    kind = kind.removesuffix("_crops")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_tokenizer(),
         unk_token="<unk>",
@@ -214,12 +248,21 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
     template = CHAT_TEMPLATE.replace(IMAGE_TOKEN, _SIGNS.get(kind, IMAGE_TOKEN))
     tokenizer.chat_template = template
     if kind == "gemma3":
-        distorted = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-        return Gemma3Processor(distorted, tokenizer, chat_template=template, image_seq_length=TILE_TOKENS)
+        cuts = {
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": 16,
+            "pan_and_scan_max_num_crops": 4,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
+        }
+        distorted = Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, **(cuts if crops else {}))
+        whole = Gemma3Processor(distorted, tokenizer, chat_template=template, image_seq_length=TILE_TOKENS)
+        if crops:  # transformers' processor does not read these fields of its image processor.
+            whole.images_kwargs = {**whole.images_kwargs, **cuts}
+        return whole
     square = {"height": 32, "width": 32}
-    if kind in ("llava", "llava_next"):
+    if kind in ("llava", "llava_next", "llava_next_video"):
         sizes = {"size": {"shortest_edge": 32}, "crop_size": square}
-        is_next = kind == "llava_next"
+        is_next = kind != "llava"
         return (LlavaNextProcessor if is_next else LlavaProcessor)(
             LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=_CANVASES)
             if is_next
@@ -244,6 +287,15 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
         tiles = GotOcr2ImageProcessorPil(size=square, max_patches=6)
         return _without_videos(InternVLProcessor)(
             tiles, tokenizer, image_seq_length=TILE_TOKENS, chat_template=template
+        )
+    if kind == "lighton_ocr":
+        # An odd number of patches: transformers' model drops the last one.
+        uneven = PixtralImageProcessorPil(size={"longest_edge": longest_edge}, patch_size=4)
+        return PlainProcessor(
+            uneven,
+            tokenizer,
+            _SIGNS[kind],
+            lambda prepared, index: _SIGNS[kind] * math.prod(side // 8 for side in prepared["image_sizes"][index]),
         )
     if kind in ("mistral3", "pixtral"):
         square_size = 8 if kind == "mistral3" else 4

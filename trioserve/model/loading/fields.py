@@ -212,6 +212,9 @@ class Fields:
             return default
         return list(value)
 
+    def is_object(self, name: str) -> bool:
+        return isinstance(self._value(name), dict)
+
     def object_or_none(self, name: str) -> dict[str, object] | None:
         value = self._value(name)
         if value is None:

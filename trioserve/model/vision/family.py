@@ -270,14 +270,15 @@ def feature_layer_count(outer: Fields, layer_total: int, default: int) -> int:
 
 
 def square_of(fields: Fields, name: str, default: int) -> int:
-    """Return the side of a square, which a config has as one number or as two equal numbers.
+    """Return the side of a square, which a config has as one number, two equal numbers, or equal height and width.
 
     Args:
         fields: fields of the image encoder.
         name: name of the field.
         default: value of a missing field.
     """
-    sides = fields.wholes(name) or (default,)
+    group = fields.group_or_none(name) if fields.is_object(name) else None
+    sides = (fields.wholes(name) or (default,)) if group is None else (group.whole("height"), group.whole("width"))
     if len(sides) > 2 or sides[0] != sides[-1]:
         raise fields.wrong(name, "a square")
     return sides[0]

@@ -126,7 +126,7 @@ def read_onevision(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[
 
 
 def read_next(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[LlavaConfig, OneVisionProcessing]:
-    """Read the config files of LLaVA-NeXT.
+    """Read the config files of LLaVA-NeXT, or of LLaVA-NeXT-Video, whose images are the same.
 
     Args:
         directory: checkpoint directory.
@@ -148,7 +148,7 @@ def read_next(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Llava
         tiles_max=None,
         cuts_every_image=True,
         embedding_size=config.output_size,
-        image_token_id=image_token_id(outer, 32_000),
+        image_token_id=image_token_id(outer, 32_001 if "video_token_index" in outer else 32_000),
     )
 
 

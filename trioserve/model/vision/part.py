@@ -22,7 +22,7 @@ from trioserve.model.vision.glm_vl import read_glm4v, read_glm_ocr
 from trioserve.model.vision.idefics3 import read_idefics3
 from trioserve.model.vision.internvl import read_internvl
 from trioserve.model.vision.llava import read_llava, read_next, read_onevision
-from trioserve.model.vision.pixtral import read_mistral3
+from trioserve.model.vision.pixtral import read_lighton, read_mistral3
 from trioserve.model.vision.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_5, read_qwen3_vl
 from trioserve.vision.families.registry import ImageProcessing
 
@@ -37,8 +37,11 @@ IMAGE_FAMILIES: dict[str, _Read] = {
     "GlmOcrForConditionalGeneration": read_glm_ocr,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "InternVLForConditionalGeneration": read_internvl,
+    "LightOnOCRForConditionalGeneration": read_lighton,
+    "LightOnOcrForConditionalGeneration": read_lighton,
     "LlavaForConditionalGeneration": read_llava,
     "LlavaNextForConditionalGeneration": read_next,
+    "LlavaNextVideoForConditionalGeneration": read_next,
     "LlavaOnevisionForConditionalGeneration": read_onevision,
     "Mistral3ForConditionalGeneration": read_mistral3,
     "Qwen2VLForConditionalGeneration": read_qwen2_vl,

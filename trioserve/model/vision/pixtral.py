@@ -1,10 +1,10 @@
-"""The image encoder of Pixtral (arXiv 2410.07073) and Mistral Small 3: a transformer with rotary positions in rows and
-columns, then a projection, which joins squares of patches in Mistral Small 3."""
+"""The image encoder of Pixtral (arXiv 2410.07073), Mistral Small 3 and LightOnOCR: a transformer with rotary positions
+in rows and columns, then a projection, which joins squares of patches in the last two."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
@@ -27,9 +27,9 @@ from trioserve.model.vision.family import (
     square_of,
     vision_fields,
 )
-from trioserve.vision.families.pixtral import PixtralProcessing
+from trioserve.vision.families.pixtral import LightOnProcessing, PixtralProcessing
 
-__all__ = ["PIXTRAL_NORM_EPS", "PixtralConfig", "read_mistral3", "read_pixtral"]
+__all__ = ["PIXTRAL_NORM_EPS", "LightOnConfig", "PixtralConfig", "read_lighton", "read_mistral3", "read_pixtral"]
 
 PIXTRAL_NORM_EPS = 1e-5
 _NOTES = ("head_dim", "image_size", "num_channels", "vocab_size")  # transformers ignores the first one.
@@ -104,6 +104,16 @@ class PixtralConfig(VisionConfig, frozen=True, kw_only=True, tag="pixtral"):
         return shapes
 
 
+class LightOnConfig(PixtralConfig, frozen=True, kw_only=True, tag="lighton_ocr"):
+    """The encoder of LightOnOCR, whose tensors have other names."""
+
+    names: ClassVar[tuple[tuple[str, str], ...]] = (
+        *PixtralConfig.names,
+        ("vision_model.", "vision_encoder."),
+        ("multi_modal_projector.", "vision_projection."),
+    )
+
+
 def read_mistral3(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[PixtralConfig, PixtralProcessing]:
     """Read the config files of Mistral Small 3.
 
@@ -112,10 +122,7 @@ def read_mistral3(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[P
         outer: fields of config.json.
         texts: config of the language model.
     """
-    kind = vision_fields(outer).text_or("model_type", "pixtral")
-    if kind != "pixtral":
-        raise UnknownEncoder(f"model_type in the vision_config is {kind[:80]}, not pixtral")
-    return _read(directory, outer, texts, outer.whole_or("spatial_merge_size", 2))
+    return _read(directory, outer, texts, PixtralConfig, 10, **_merger(outer))
 
 
 def read_pixtral(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[PixtralConfig, PixtralProcessing]:
@@ -128,11 +135,45 @@ def read_pixtral(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[Pi
     """
     if outer.text_or("vision_feature_select_strategy", "default") != "full":
         raise outer.wrong("vision_feature_select_strategy", "full")
-    return _read(directory, outer, texts, None)
+    return _read(directory, outer, texts, PixtralConfig, 32_000, merge_size=None, default_layer=-2, has_bias=True)
+
+
+def read_lighton(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[PixtralConfig, PixtralProcessing]:
+    """Read the config files of LightOnOCR.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    config, whole = _read(directory, outer, texts, LightOnConfig, 151_655, **_merger(outer))
+    fields = processor_fields(directory)
+    multiple = square_of(fields, "patch_size", 16)
+    check_range("image processor", "patch_size", multiple, IMAGE_SIZE_MAX)
+    if multiple % config.patch_size:
+        raise fields.wrong("patch_size", f"a multiple of {config.patch_size}, the patch_size of the vision_config")
+    return config, LightOnProcessing(
+        **{name: getattr(whole, name) for name in whole.__struct_fields__}, multiple=multiple
+    )
+
+
+def _merger(outer: Fields) -> dict[str, Any]:
+    kind = vision_fields(outer).text_or("model_type", "pixtral")
+    if kind != "pixtral":
+        raise UnknownEncoder(f"model_type in the vision_config is {kind[:80]}, not pixtral")
+    return {"merge_size": outer.whole_or("spatial_merge_size", 2), "default_layer": -1, "has_bias": False}
 
 
 def _read(
-    directory: Path, outer: Fields, texts: ModelConfig, merge_size: int | None
+    directory: Path,
+    outer: Fields,
+    texts: ModelConfig,
+    kind: type[PixtralConfig],
+    image_token: int,
+    *,
+    merge_size: int | None,
+    default_layer: int,
+    has_bias: bool,
 ) -> tuple[PixtralConfig, PixtralProcessing]:
     fields = vision_fields(outer)
     if outer.text_or("projector_hidden_act", "gelu") != "gelu":
@@ -141,11 +182,11 @@ def _read(
     rope = fields.group_or_none("rope_parameters") or fields
     if rope.text_or("rope_type", "axial") not in ("axial", "default"):
         raise rope.wrong("rope_type", "axial")
-    config = PixtralConfig(
+    config = kind(
         # Fields that are missing have the defaults of transformers' class.
         hidden_size=fields.whole_or("hidden_size", 1024),
         intermediate_size=fields.whole_or("intermediate_size", 4096),
-        layer_count=feature_layer_count(outer, layer_total, -1 if merge_size else -2),
+        layer_count=feature_layer_count(outer, layer_total, default_layer),
         layer_total=layer_total,
         head_count=fields.whole_or("num_attention_heads", 16),
         patch_size=square_of(fields, "patch_size", 16),
@@ -153,7 +194,7 @@ def _read(
         theta=rope.number_or("rope_theta", 10_000.0),
         merge_size=merge_size,
         merger_eps=texts.norm_eps,
-        has_projector_bias=outer.flag_or("multimodal_projector_bias", merge_size is None),
+        has_projector_bias=outer.flag_or("multimodal_projector_bias", has_bias),
         output_size=texts.hidden_size,
     )
     if not config.theta > 0:
@@ -169,5 +210,5 @@ def _read(
         square=config.patch_size * (merge_size or 1),
         longest_edge=longest_edge,
         embedding_size=config.output_size,
-        image_token_id=image_token_id(outer, 10 if merge_size else 32_000),
+        image_token_id=image_token_id(outer, image_token),
     )

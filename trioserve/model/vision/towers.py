@@ -18,7 +18,7 @@ from trioserve.model.vision.glm_vl import GLM_LINEARS, GlmVLConfig
 from trioserve.model.vision.idefics3 import Idefics3Config
 from trioserve.model.vision.internvl import InternvlConfig
 from trioserve.model.vision.llava import LlavaConfig
-from trioserve.model.vision.pixtral import PIXTRAL_NORM_EPS, PixtralConfig
+from trioserve.model.vision.pixtral import PIXTRAL_NORM_EPS, LightOnConfig, PixtralConfig
 from trioserve.model.vision.qwen_tower import GridLayer, GridPlaces, GridTower, QwenTower
 from trioserve.model.vision.qwen_vl import QwenVLConfig
 from trioserve.model.vision.tower import ACTIVATIONS, VisionTower, Vit
@@ -266,6 +266,7 @@ _TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
     Idefics3Config: Idefics3Tower,
     QwenVLConfig: QwenTower,
     InternvlConfig: InternvlTower,
+    LightOnConfig: PixtralTower,
     LlavaConfig: LlavaTower,
     PixtralConfig: PixtralTower,
 }

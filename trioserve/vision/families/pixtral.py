@@ -1,7 +1,7 @@
-"""Prepares images for Pixtral and Mistral Small 3 (arXiv 2410.07073).
+"""Prepares images for Pixtral, Mistral Small 3 (arXiv 2410.07073) and LightOnOCR.
 
 An image keeps its aspect ratio, and is only made smaller. Both sides become multiples of a square of patches, and each
-square is one row in the prompt. A token ends each line of squares.
+square is one row in the prompt. In Pixtral and Mistral Small 3, a token ends each line of squares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trioserve.vision.families.family import FamilyProcessing
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["PixtralProcessing"]
+__all__ = ["LightOnProcessing", "PixtralProcessing"]
 
 
 class PixtralProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="pixtral"):
@@ -51,8 +51,7 @@ class PixtralProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="pixtra
                 "its shorter side: cut it",
                 param="messages",
             )
-        ratio = max(width / self.longest_edge, height / self.longest_edge, 1)
-        columns, rows = (max(math.ceil(math.floor(side / ratio) / self.square), 1) for side in (width, height))
+        columns, rows = self._multiples(width, height, self.square)
         return ImagePlan(
             width=width,
             height=height,
@@ -61,9 +60,50 @@ class PixtralProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="pixtra
             runs=(columns,) * rows,
         )
 
+    def _multiples(self, width: int, height: int, size: int) -> tuple[int, int]:
+        """Return the sides of the resized image in units of `size` pixels."""
+        ratio = max(width / self.longest_edge, height / self.longest_edge, 1)
+        columns, rows = (max(math.ceil(math.floor(side / ratio) / size), 1) for side in (width, height))
+        return columns, rows
+
     def text(self, plan: ImagePlan) -> str:
         return "[IMG_BREAK]".join(self.row_token * count for count in plan.runs) + "[IMG_END]"
 
     def tiles(self, image: Image, plan: ImagePlan) -> npt.NDArray[np.uint8]:
         # The whole image is one tile.
         return np.asarray(image.resize((plan.tile_width, plan.tile_height), resample=self.resample))[None]
+
+
+class LightOnProcessing(PixtralProcessing, frozen=True, kw_only=True, tag="lighton_ocr"):
+    """Preprocessing of the images of LightOnOCR.
+
+    Attributes:
+        multiple: both sides of a resized image are multiples of this number of pixels. Squares at the right and the
+            lower border that are not whole have no rows.
+    """
+
+    multiple: int
+
+    sign: ClassVar[str] = "<|image_pad|>"
+    row_token: ClassVar[str] = "<|image_pad|>"
+
+    def plan(self, width: int, height: int, image_count: int = 1) -> ImagePlan:
+        super().plan(width, height)  # Refuses thin images.
+        columns, rows = self._multiples(width, height, self.multiple)
+        tile_width, tile_height = columns * self.multiple, rows * self.multiple
+        if min(tile_width, tile_height) < self.square:
+            raise InvalidRequest(
+                f"an image has {width} x {height} pixels, but each side needs {self.square - self.multiple + 1} after "
+                "it is resized: send a larger image",
+                param="messages",
+            )
+        return ImagePlan(
+            width=width,
+            height=height,
+            tile_width=tile_width,
+            tile_height=tile_height,
+            runs=(tile_width // self.square * (tile_height // self.square),),
+        )
+
+    def text(self, plan: ImagePlan) -> str:
+        return self.row_token * plan.row_count

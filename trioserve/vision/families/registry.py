@@ -12,7 +12,7 @@ from trioserve.vision.families.gemma3 import Gemma3Processing
 from trioserve.vision.families.idefics3 import Idefics3Processing
 from trioserve.vision.families.internvl import InternvlProcessing
 from trioserve.vision.families.llava import LlavaProcessing, OneVisionProcessing
-from trioserve.vision.families.pixtral import PixtralProcessing
+from trioserve.vision.families.pixtral import LightOnProcessing, PixtralProcessing
 from trioserve.vision.families.qwen_vl import GlmVLProcessing, QwenVLProcessing
 from trioserve.vision.image_file import pixels_of
 
@@ -23,6 +23,7 @@ ImageProcessing: TypeAlias = (
     | GlmVLProcessing
     | Idefics3Processing
     | InternvlProcessing
+    | LightOnProcessing
     | LlavaProcessing
     | OneVisionProcessing
     | PixtralProcessing
