@@ -215,7 +215,7 @@ class LayerStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _pointer) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, _pointer) for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
-        *((name, _pointer) for name in ("query_norm", "key_norm", "sinks", "activation_weights")),
+        *((name, _pointer) for name in ("query_norm", "key_norm", "sinks", "activation_weights", "slopes")),
         *((name, _int) for name in ("pairs_together", "window", "rotary", "qk_norm", "activation", "is_parallel")),
         *((name, _int) for name in ("section", "has_temperature", "head_count", "kv_head_count", "head_dim")),
         *((name, _int) for name in ("has_turned_norms", "value_dim")),

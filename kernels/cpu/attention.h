@@ -21,6 +21,9 @@ struct AttentionShape {
     int latent_dim = 0;            // numbers of a key that are also its value. 0: values follow the keys
     int32_t kv_format = KV_PLAIN;  // always plain for latents
     int own_value_dim = 0;         // numbers of a value, if they are fewer than head_dim. 0: head_dim. Not for latents
+    // One per head, or null. Times the distance to a token, it is subtracted from the score before the score is divided by
+    // sqrt(head_dim) (ALiBi, arXiv 2108.12409).
+    const float* slopes = nullptr;
     int64_t group() const { return heads / kv_heads; }
     int64_t query_stride() const { return padded_depth(head_dim); }
     bool is_coded() const { return kv_format != KV_PLAIN; }
@@ -366,11 +369,11 @@ inline int64_t fetches_of_heads(const RowSpan& span, int64_t dim) {
     return (span.end - span.begin) / 2 * (dim / (4 * LANES) + dim % (4 * LANES) / LANES) + dim / 4 + 4;
 }
 
-// Adds a span to the softmax of some heads of one kv head. value: offset of its values within a token. best, totals: [HEADS].
-// sums: [HEADS][value dim].
+// Adds a span to the softmax of some heads of one kv head. value: offset of its values within a token. slopes: [HEADS], or
+// null. ahead: position of the span's first token minus that of the row. best, totals: [HEADS]. sums: [HEADS][value dim].
 template <class T, int HEADS>
 void attend_heads(const AttentionShape& shape, const T* query, const T* const* tokens_at, int64_t value, const RowSpan& span,
-                  const T* keys, float* best, float* totals, float* sums, Fetch& fetch) {
+                  const T* keys, const float* slopes, int64_t ahead, float* best, float* totals, float* sums, Fetch& fetch) {
     constexpr float INFINITE = std::numeric_limits<float>::infinity();
 #if defined(__AVX512F__)
     constexpr int TOGETHER = HEADS < 4 ? 4 : 2;  // blocks of keys at a time
@@ -395,6 +398,10 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
     for (int head = 0; head < HEADS; head++) {
         for (int block = span.first_block(); cap.is_there() && block < span.end_block(); block++)
             store(scores[head] + block * LANES, cap.of(load(scores[head] + block * LANES)));
+        for (int block = span.first_block(); slopes != nullptr && block < span.end_block(); block++) {
+            float* own = scores[head] + block * LANES;
+            store(own, sloped(load(own), set(slopes[head]), add(set(float(ahead + block * LANES)), counted())));
+        }
         for (int token = span.first_block() * LANES; token < span.begin; token++) scores[head][token] = -INFINITE;
         for (int token = span.end; token < span.end_block() * LANES; token++) scores[head][token] = -INFINITE;
         Lanes largest = set(-INFINITE);
@@ -439,6 +446,7 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
     constexpr int64_t HEADS_MAX = 4;
     const int64_t dim = shape.head_dim, value_dim = shape.value_dim(), group = shape.group(), stride = shape.query_stride();
     const int64_t row = chunk.first_row + piece.token, sets = (group + HEADS_MAX - 1) / HEADS_MAX;
+    const int64_t position = chunk.start + piece.token;
     float* best = partial;
     float* totals = best + shape.heads;
     float* sums = totals + shape.heads;
@@ -469,7 +477,8 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
                 const int64_t head = kv_head * group + in_group;
                 const T* query = queries + ((kv_head * rows + row) * group + in_group) * stride;
                 const auto attend = [&](auto run) {
-                    run(shape, query, tokens_at, place.value, span, keys, best + head, totals + head,
+                    run(shape, query, tokens_at, place.value, span, keys,
+                        shape.slopes == nullptr ? nullptr : shape.slopes + head, from - position, best + head, totals + head,
                         sums + head * value_dim, fetch);
                 };
                 switch (std::min(group - in_group, HEADS_MAX)) {

@@ -309,7 +309,7 @@ void attend_part(const AttentionShape& shape, const Chunk& chunk, const Attentio
                  int64_t rows, const T* pages, float* partial, Fetch& fetch, Buffer& memory) {
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2) {
-        if (shape.head_dim % 32 == 0 && shape.value_dim() == shape.head_dim) {
+        if (shape.head_dim % 32 == 0 && shape.value_dim() == shape.head_dim && shape.slopes == nullptr) {
             const TileScratch scratch(shape, memory.of<float>(TileScratch::float_count(shape)));
             attend_tiles(shape, chunk, piece, queries, rows, pages, partial, fetch, scratch);
             return;

@@ -53,6 +53,7 @@ struct PackedScratch {
     float* best;           // [width], approximate largest score so far
     float *joined_sums, *joined_totals, *joined_best;  // of earlier parts
     float *first, *last;   // [width], the range that a row sees
+    float *slopes, *positions;  // [width], of a row's head, and of the row. Unused without slopes
 
     static int64_t width_max(const AttentionShape& shape) {
         return rounded_up(piece_tokens_max(shape) * shape.group(), STRIP);
@@ -63,7 +64,7 @@ struct PackedScratch {
                width_max(shape) * shape.query_stride() + (shape.is_coded() ? TOKENS * 2 * shape.head_dim : 0);
     }
     static int64_t float_count(const AttentionShape& shape) {
-        return 2 * STRIP * SPAN + width_max(shape) * (2 * shape.value_dim() + 6);
+        return 2 * STRIP * SPAN + width_max(shape) * (2 * shape.value_dim() + 8);
     }
 
     PackedScratch(const AttentionShape& shape, T* packed, float* floats) {
@@ -82,6 +83,8 @@ struct PackedScratch {
         joined_best = joined_totals + width_max(shape);
         first = joined_best + width_max(shape);
         last = first + width_max(shape);
+        slopes = last + width_max(shape);
+        positions = slopes + width_max(shape);
     }
 
     // Address of 16 numbers of a key, or of 32 in bfloat16.
@@ -99,15 +102,20 @@ struct PackedScratch {
         return sums + row / STRIP * STRIP * shape.value_dim() + row % STRIP;
     }
 
-    // Prepares `count` rows. query_of(row) returns the address of a query, and seen_of(row) the range that it sees.
-    template <class QueryOf, class SeenOf>
-    void begin(const AttentionShape& shape, int64_t count, const QueryOf& query_of, const SeenOf& seen_of) const {
+    // Prepares `count` rows. Row i has head i % group of the kv head. query_of(row) returns the address of a query,
+    // seen_of(row) the range that it sees, and position_of(row) its position.
+    template <class QueryOf, class SeenOf, class PositionOf>
+    void begin(const AttentionShape& shape, int64_t kv_head, int64_t count, const QueryOf& query_of, const SeenOf& seen_of,
+               const PositionOf& position_of) const {
         constexpr int64_t DEPTH = Unit<T>::DEPTH;
         const int64_t width = rounded_up(count, STRIP), stride = shape.query_stride();
         for (int64_t row = 0; row < width; row++) {
             const Seen seen = seen_of(std::min(row, count - 1));
             first[row] = float(seen.begin);
             last[row] = float(seen.end - 1);
+            if (shape.slopes == nullptr) continue;
+            slopes[row] = shape.slopes[kv_head * shape.group() + row % shape.group()];
+            positions[row] = float(position_of(std::min(row, count - 1)));
         }
         // The padding of one model stays valid. Here, earlier calls may have had other shapes.
         std::memset(nothing, 0, sizeof(T) * stride);
@@ -232,6 +240,10 @@ public:
         const ScoreCap cap(shape.score_cap, first_lane(scale_));
         for (int64_t token = met.from; cap.is_there() && token < end_; token++)
             store(scores_ + token * STRIP, cap.of(load(scores_ + token * STRIP)));
+        for (int64_t token = met.from; shape.slopes != nullptr && token < end_; token++) {
+            const Lanes ahead = sub(set(float(from + token)), load(scratch.positions + row));
+            store(scores_ + token * STRIP, sloped(load(scores_ + token * STRIP), load(scratch.slopes + row), ahead));
+        }
         const bool all_see_all = first_of_all() <= met.from && last_of_all() + 1 >= end_;
         if (!all_see_all || scratch.best[row] == NOTHING_SEEN || Weighing<T>::NEEDS_BEST) find_best();
     }
@@ -532,12 +544,10 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
     const int64_t count = piece.tokens * group;
     const int64_t first = chunk.start + piece.token, last = first + piece.tokens - 1;
     const T* query = queries + ((piece.kv_head * rows + chunk.first_row + piece.token) * group) * shape.query_stride();
+    const auto position_of = [&](int64_t row) { return first + row / group; };
     scratch.begin(
-        shape, count, [&](int64_t row) { return query + row * shape.query_stride(); },
-        [&](int64_t row) {
-            const int64_t position = first + row / group;
-            return Seen{first_seen(position, window), chunk.end_of(position)};
-        });
+        shape, piece.kv_head, count, [&](int64_t row) { return query + row * shape.query_stride(); },
+        [&](int64_t row) { return Seen{first_seen(position_of(row), window), chunk.end_of(position_of(row))}; }, position_of);
     meet_parts(shape, chunk, piece.kv_head, count, first_seen(first, window), chunk.end_of(last), pages, scratch,
                [&](int64_t part, const PackedScratch<T>& of_part, bool is_first) {
                    const int64_t from = part * PART_TOKENS, to = from + PART_TOKENS;
@@ -554,20 +564,22 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
 
 // --- decodes that share the start of their contexts: each span is packed once for all of them ------------------------------
 
-// Blocks are those of `chunk`, the first sharer. partial_of(sharer, part) returns the destination of its part.
-template <class T, class PartialOf>
+// Blocks are those of `chunk`, the first sharer. partial_of(sharer, part) returns the destination of its part, and
+// position_of(sharer) its position.
+template <class T, class PartialOf, class PositionOf>
 void attend_shared(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const int32_t* sharers,
                    const T* queries, int64_t rows, const T* pages, const PackedScratch<T>& scratch,
-                   const PartialOf& partial_of) {
+                   const PartialOf& partial_of, const PositionOf& position_of) {
     const int64_t group = shape.group();
     const int64_t count = piece.sharer_count * group;
     scratch.begin(
-        shape, count,
+        shape, piece.kv_head, count,
         [&](int64_t row) {
             const int64_t sharer = sharers[row / group];
             return queries + ((piece.kv_head * rows + sharer) * group + row % group) * shape.query_stride();
         },
-        [&](int64_t) { return Seen{piece.from, piece.to}; });
+        [&](int64_t) { return Seen{piece.from, piece.to}; },
+        [&](int64_t row) { return position_of(sharers[row / group]); });
     meet_parts(shape, chunk, piece.kv_head, count, piece.from, piece.to, pages, scratch,
                [&](int64_t index, const PackedScratch<T>& of_part, bool) {
                    const auto partial_at = [&](int64_t row) { return partial_of(sharers[row / group], index); };

@@ -40,6 +40,9 @@ private:
     Lanes factor_, cap_;
 };
 
+// Subtracts a slope times a distance from a score. ahead: position of the token minus position of the row.
+inline Lanes sloped(Lanes score, Lanes slope, Lanes ahead) { return fma(slope, ahead, score); }
+
 // Weights are 2 ** ((score * scale - best) * LOG2_E), with the precision of their type T.
 template <class T>
 class Weighing {

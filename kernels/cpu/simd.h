@@ -392,6 +392,12 @@ inline int store_kept(float* to, Lanes a, Lanes limit) {
 
 #endif
 
+// Returns the index of each lane.
+inline Lanes counted() {
+    alignas(64) static constexpr float INDICES[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load(INDICES);
+}
+
 inline void store(bf16* to, float value) {
     alignas(64) bf16 lanes[LANES];
     store(lanes, set(value));

@@ -157,6 +157,7 @@ AttentionShape shape_of(const Model& model, const Layer& layer) {
     shape.kv_format = model.kv_format;
     shape.score_cap = layer.score_cap;
     shape.sinks = layer.sinks;
+    shape.slopes = layer.slopes;
     shape.own_value_dim = layer.value_dim;
     return shape;
 }
@@ -244,9 +245,9 @@ void read_row(const WeightPart& part, int64_t row, float* to) {
 }
 
 // The parts of one row's context. place: index of the first part's sums. first: index of the first part in the context. count:
-// number of parts. writes: number of pieces that write the parts.
+// number of parts. writes: number of pieces that write the parts. position: position of the row in its chunk's sequence.
 struct RowParts {
-    int64_t place = 0;
+    int64_t place = 0, position = 0;
     int32_t first = 0, count = 0, writes = 0;
 };
 
@@ -624,6 +625,7 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, const Reach& r
         parts.first = decode.shared_tokens > 0 ? 0 : int32_t(own.begin / PART_TOKENS);
         parts.count = int32_t(end) - parts.first;
         parts.place = plan.part_count;
+        parts.position = plan.chunks[decode.chunk].start + decode.row - plan.chunks[decode.chunk].first_row;
         plan.part_count += parts.count;
     }
     return plan;
@@ -1525,7 +1527,8 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
             continue;
         }
         const int32_t* sharers = plan.sharers.data() + piece.sharers_first;
-        attend_shared(shape, chunk, piece, sharers, queries, rows_, pages, scratch, partial_at);
+        attend_shared(shape, chunk, piece, sharers, queries, rows_, pages, scratch, partial_at,
+                      [&](int64_t row) { return plan.parts[row].position; });
         for (int32_t sharer = 0; sharer < piece.sharer_count; sharer++) count_write(sharers[sharer]);
     }
     if (index >= count) return;

@@ -136,7 +136,7 @@ struct StateSpan {
 // rotated. clip: if not 0, queries, keys and values are limited to the range from -clip to clip. Only HEAD has biases, if the model's norms have biases.
 // is_parallel: nonzero if the MLP reads the same hidden state as attention: its norm with mlp_norm, or without mlp_norm
 // the input of attention. sinks: an extra score of each head in its softmax, padded
-// with 0 to a multiple of 16. query_factor: multiplies queries. score_cap: 0 is none. residual_scale: multiplies what is
+// with 0 to a multiple of 16. slopes: [head_count], see AttentionShape. query_factor: multiplies queries. score_cap: 0 is none. residual_scale: multiplies what is
 // added to the hidden state.
 // experts: instead of gate_up and down, or null. Without experts and gate_up, the layer has no MLP. recurrent: beside
 // attention, or instead of attention if qkv has no blocks, or null. If qkv has no blocks either, the layer is only an MLP. latent: null without latent attention. With latent
@@ -145,7 +145,7 @@ struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
     const float *attention_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm, *query_norm, *key_norm, *sinks;
-    const float* activation_weights;  // alpha_p, alpha_n, beta and eps of xIELU, or null
+    const float *activation_weights, *slopes;  // activation_weights: alpha_p, alpha_n, beta and eps of xIELU, or null
     int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel, section, has_temperature;
     int32_t head_count, kv_head_count, head_dim, has_turned_norms, value_dim;
     float query_factor, score_cap, residual_scale, clip;

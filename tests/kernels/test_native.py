@@ -115,6 +115,7 @@ def expected_attention(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
     latent_dim: int = 0,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of each row alone in float64."""
     rows = []
@@ -128,6 +129,9 @@ def expected_attention(
             scores = torch.einsum("kgd,tkd->kgt", query, seen[:, 0]) / math.sqrt(dim)
             if score_cap is not None:
                 scores = score_cap * torch.tanh(scores / score_cap)
+            if slopes is not None:
+                distances = position - torch.arange(first, position + 1, dtype=torch.float64)
+                scores = scores - slopes.double().view(kv_heads, -1, 1) * distances
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), -1)
             weights = scores.softmax(-1)[..., : len(seen)]
@@ -147,6 +151,7 @@ def attention_of(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
     latent_dim: int = 0,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     page_tokens, _, kv_heads, _ = pages.shape[1:]
     head_dim = head_dim_of(pages)
@@ -161,6 +166,7 @@ def attention_of(
     padded = np.zeros(64, dtype=np.float32)
     if sinks is not None:
         padded[: len(sinks)] = sinks.numpy()
+    unscaled = None if slopes is None else (slopes * math.sqrt(head_dim)).numpy()
     layer = LayerStruct(
         head_count=queries.shape[1] // head_dim,
         kv_head_count=kv_heads,
@@ -168,6 +174,7 @@ def attention_of(
         window=window or 0,
         score_cap=score_cap or 0.0,
         sinks=None if sinks is None else address(padded),
+        slopes=None if unscaled is None else address(unscaled),
     )
     model = ModelStruct(
         dtype=DTYPES[name_of(queries.dtype)],
@@ -205,6 +212,7 @@ def check_attention(
     score_cap: float | None = None,
     sink: float | None = None,
     latent_dim: int = 0,
+    has_slopes: bool = False,
 ) -> None:
     """Compare the attention of a step with float64. Every slot that no row sees holds NaN.
 
@@ -222,6 +230,7 @@ def check_attention(
         score_cap: limit of the scores, or None.
         sink: approximate sinks of the heads, or None.
         latent_dim: numbers of a value in latent attention, or 0.
+        has_slopes: subtract distances times slopes from 0.5 to 2 ** -8, as ALiBi does.
     """
     widths = [-(-(start + count) // page_tokens) for start, count in chunks]
     order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(5)).tolist()
@@ -239,7 +248,8 @@ def check_attention(
     row_count = sum(count for _, count in chunks)
     queries = (random(row_count, heads * head_dim, seed=8) * spread).to(dtype)
     sinks = None if sink is None else random(heads, seed=9) + sink
-    options = {"score_cap": score_cap, "sinks": sinks, "latent_dim": latent_dim}
+    slopes = 2.0 ** -torch.linspace(1, 8, heads) if has_slopes else None
+    options = {"score_cap": score_cap, "sinks": sinks, "latent_dim": latent_dim, "slopes": slopes}
     attended = attention_of(engine, queries, pages, tables, chunks, window=window, **options)
     expected = expected_attention(queries, pages, tables, chunks, window, **options)
     assert (attended.double() - expected).abs().max() < ATTENTION_TOLERANCES[dtype]
@@ -338,6 +348,19 @@ def test_native_attention_with_sinks_equals_float64(
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "sink": sink}
     check_attention(engine, dtype, chunks=chunks, shared={3: (2, 18)}, spread=4.0, **shape)
     check_attention(engine, dtype, chunks=chunks, window=40, **shape)
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("heads, kv_heads, head_dim", ((6, 2, 64), (5, 1, 48), (4, 4, 128)))
+@pytest.mark.parametrize("window", (None, 40))
+def test_native_attention_with_slopes_equals_float64(
+    engine: Engine, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int | None
+) -> None:
+    """Use decodes alone and on shared blocks, short chunks, prompts of several spans, and distances of 3,000 tokens."""
+    chunks = [(0, 1), (3000, 1), (300, 1), (310, 1), (30, 3), (0, 130), (777, 50)]
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": window}
+    check_attention(engine, dtype, chunks=chunks, shared={3: (2, 18)}, spread=4.0, has_slopes=True, **shape)
+    check_attention(engine, dtype, chunks=chunks, score_cap=2.0, sink=1.0, has_slopes=True, **shape)
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ TORCH = (
 )
 NATIVE = (
     ("llama", "float32", "none"),
+    ("falcon-alibi", "bfloat16", "none"),
     ("llama-biased-64", "bfloat16", "none"),
     ("mistral", "bfloat16", "none"),
     ("qwen2-sliding", "float32", "none"),

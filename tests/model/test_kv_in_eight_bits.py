@@ -100,7 +100,7 @@ def test_eight_bit_kv_changes_logprobs_of_sensitive_models_as_bfloat16_does(
 
 
 @FORMATS
-@pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2", "gemma4-unified", "mimo-v2-flash"))
+@pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2", "gemma4-unified", "mimo-v2-flash", "bloom"))
 def test_native_kernels_and_torch_round_kv_equally(
     load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str
 ) -> None:

@@ -434,7 +434,6 @@ def test_torch_computes_models_that_native_kernels_do_not_support(tiny_checkpoin
     for other, words in (
         (replace(layer, attention=replace(layer.attention, head_dim=24)), "head_dim is 24"),
         (replace(layer, mlp=replace(layer.mlp, intermediate_size=100)), "intermediate_size is 100"),
-        (replace(layer, attention=replace(layer.attention, slopes=(0.5,) * 4)), "scores depend on distances"),
     ):
         reason = why_not_native(replace(config, layers=(other,)), "float32")
         assert reason is not None

@@ -179,10 +179,9 @@ KINDS = (
     "llama4-images",
     "llama4-long",
 )
-TORCH_KINDS = ("phimoe", "falcon-alibi", "bloom", "bloom-odd", "mpt", "longcat-flash", "kimi-linear")
-TORCH_KINDS += ("kimi-linear-lora", "laguna", "laguna-elements")
+TORCH_KINDS = ("phimoe", "longcat-flash", "kimi-linear", "kimi-linear-lora", "laguna", "laguna-elements")
 """Kinds that the native kernels do not compute."""
-TORCH_REASONS = "ALiBi|sparsemixer|beside an MLP|its own decay|ignores positions|softplus"
+TORCH_REASONS = "sparsemixer|beside an MLP|its own decay|ignores positions|softplus"
 VOCAB_SIZE = 320
 
 

@@ -6,6 +6,7 @@ PackedWeights stores all matrices.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -79,6 +80,7 @@ class NativeLayer:
         self.qkv_bias: Float32Array | None = None
         self.output_bias: Float32Array | None = None
         self.sinks: Float32Array | None = None
+        self.slopes: Float32Array | None = None
         self.activation_weights: Float32Array | None = None
         self.value_norm: Float32Array | None = None
         self.scale = empty_float32(1) if layer.has_scale else None
@@ -144,6 +146,9 @@ class NativeLayer:
             self.output_bias = empty_float32(hidden)
         if attention.has_sinks:
             self.sinks = padded_zeros(attention.head_count)
+        if attention.slopes is not None:
+            # Kernels subtract from scores that are not yet divided by sqrt(head_dim).
+            self.slopes = np.array(attention.slopes, dtype=np.float32) * np.float32(math.sqrt(attention.head_dim))
 
     def struct(
         self, name: str, weights: PackedWeights, rotaries: Sequence[tuple[RotaryConfig | None, int]]

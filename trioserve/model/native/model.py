@@ -111,8 +111,6 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
         return "the temperature differs from layer to layer"
     sizes = [("hidden_size", config.hidden_size)]
     for layer in config.layers:
-        if isinstance(layer.attention, AttentionConfig) and layer.attention.slopes is not None:
-            return "scores depend on distances (ALiBi)"
         if layer.shortcut is not None:
             return "experts are beside an MLP"
         if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.scoring not in SCORINGS:
