@@ -221,6 +221,7 @@ async def open_engines(
     keep_alive: float | None = None,
     turn: float = 10.0,
     max_loads: int = 1,
+    load_timeout: float = 300.0,
     **options: Any,
 ) -> AsyncIterator[Engines]:
     """Offer several engines in the scope of an `async with`, and open each one when the program asks for it.
@@ -235,6 +236,7 @@ async def open_engines(
         keep_alive: seconds after its last use until an engine is closed. None: when its memory is needed.
         turn: seconds that an engine in use keeps its memory before it must give way to one that is waited for.
         max_loads: engines that are opened at the same time.
+        load_timeout: seconds without progress after which the opening of an engine is stopped.
         options: options of all engines that do not set them, as of `open_engine`.
 
     Raises:
@@ -246,7 +248,9 @@ async def open_engines(
     specs = [
         await trio.to_thread.run_sync(partial(model_spec, model, options, keep_alive=keep_alive)) for model in hosted
     ]
-    settings = HostedModelsSettings(memory_bytes=memory_budget(memory), turn_seconds=turn, loads_max=max_loads)
+    settings = HostedModelsSettings(
+        memory_bytes=memory_budget(memory), turn_seconds=turn, loads_max=max_loads, stall_seconds=load_timeout
+    )
     runs = ModelRuns[Engine](settings, specs, partial(_run_engine, configured))
     runs.follower = _EngineFollower()
     for model in hosted:

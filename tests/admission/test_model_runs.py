@@ -23,7 +23,7 @@ async def fail(name, *, on_loaded, on_progress, stopping):
 
 
 @pytest.fixture
-async def runs(autojump_clock):
+async def runs():
     settings = HostedModelsSettings(memory_bytes=1, turn_seconds=10)
     models = ModelRuns(settings, [ModelSpec(name=name, bytes=1) for name in "ab"], load)
     async with trio.open_nursery() as nursery:
@@ -32,7 +32,7 @@ async def runs(autojump_clock):
         nursery.cancel_scope.cancel()
 
 
-async def test_task_gets_a_draining_model_when_no_other_model_needs_its_memory(runs):
+async def test_task_gets_a_draining_model_when_no_other_model_needs_its_memory(runs, autojump_clock):
     got = trio.Event()
 
     async def wait_for_a() -> None:
@@ -61,6 +61,60 @@ async def test_task_gets_a_draining_model_when_no_other_model_needs_its_memory(r
         assert (runs.status("a").state, runs.status("a").leases) == ("loaded", 2)
         nursery.cancel_scope.cancel()
     assert (runs.status("a").leases, runs.status("b").waiting) == (0, 0)
+
+
+async def test_task_gets_the_memory_of_a_busy_model_after_its_turn(runs, autojump_clock):
+    got = trio.Event()
+
+    async def wait_for_b() -> None:
+        async with runs.leased("b"):
+            got.set()
+
+    async with trio.open_nursery() as nursery:
+        async with runs.leased("a"):
+            nursery.start_soon(wait_for_b)
+            await trio.sleep(15)
+            assert runs.status("a").state == "draining"
+        with trio.fail_after(60):
+            await got.wait()
+
+
+async def test_load_that_hangs_is_stopped_and_reaches_all_tasks_that_wait(autojump_clock):
+    ended = trio.Event()
+
+    async def hang(name, *, on_loaded, on_progress, stopping):
+        await trio.sleep(25)
+        on_progress("loading a", 0.5)
+        for _ in range(3):
+            await trio.sleep(10)
+            on_progress("loading a", 0.5)
+        await stopping.wait()
+        await ended.wait()
+        return "it was stopped"
+
+    models = ModelRuns(HostedModelsSettings(memory_bytes=1, stall_seconds=30), [ModelSpec(name="a", bytes=1)], hang)
+    refused: list[float] = []
+
+    async def wait() -> None:
+        with pytest.raises(NoEndpoint, match="its load made no progress for 30 s") as caught:
+            async with models.leased("a"):
+                pass
+        assert caught.value.retry_after_seconds == 5
+        refused.append(trio.current_time() - start)
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(models.run)
+        start = trio.current_time()
+        for _ in range(2):
+            nursery.start_soon(wait)
+        await trio.sleep(56)
+        assert refused == pytest.approx([55, 55], abs=0.5)
+        status = models.status("a")
+        assert (status.state, status.waiting, models.held_bytes) == ("unloading", 0, 1)
+        ended.set()
+        await wait_all_tasks_blocked()
+        assert (models.held_bytes, models.failures_total["a"], models.status("a").state) == (0, 1, "unloaded")
+        nursery.cancel_scope.cancel()
 
 
 async def test_failed_load_reaches_all_tasks_that_wait(autojump_clock):

@@ -100,10 +100,10 @@ class Models:
 
 
 @asynccontextmanager
-async def open_models(*specs: ModelSpec, memory: int = 100, turn_seconds: float = 10.0) -> AsyncIterator[Models]:
+async def open_models(*specs: ModelSpec, memory: int = 100, **settings: float) -> AsyncIterator[Models]:
     models = Models()
 
-    settings = HostedModelsSettings(memory_bytes=memory, turn_seconds=turn_seconds)
+    settings = HostedModelsSettings(memory_bytes=memory, **settings)
     models.host = ModelRuns(settings, specs, models.run_model)
     async with open_memory_router(models.streams, hosted=models.host) as models.router:
         yield models
@@ -193,6 +193,26 @@ async def test_model_that_does_not_wake_up_is_loaded_again(autojump_clock):
         assert (await models.host.wait_until_settled("a")).state == "sleeping"
         assert await (await models.router.client().post(PATH, body("a"))).head() == 200
         assert models.loads == ["a", "a"]
+
+
+@pytest.mark.parametrize("hangs_at", [True, False], ids=["sleep", "wake_up"])
+async def test_model_that_hangs_in_a_sleep_or_wake_up_is_loaded_again(autojump_clock, hangs_at: bool):
+    cache = {"kv_blocks": 64, "kv_blocks_min": 32, "kv_block_bytes": 1, "kv_block_tokens": 4}
+    async with open_models(spec("a", bytes=80, **cache), stall_seconds=20) as models:
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 200
+        set_asleep = models.host.follower.set_asleep
+
+        async def hang(loaded: EndpointSpec, asleep: bool) -> None:
+            if asleep == hangs_at:
+                await trio.sleep_forever()
+            await set_asleep(loaded, asleep)
+
+        models.host.follower.set_asleep = hang
+        models.host.sleep("a")
+        await wait_all_tasks_blocked()
+        assert models.state("a") == "sleeping"
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 200
+        assert (models.loads, models.host.held_bytes) == (["a", "a"], 80)
 
 
 async def test_cache_of_a_model_that_is_being_unloaded_keeps_its_size(autojump_clock):
@@ -301,6 +321,30 @@ async def test_failed_load_refuses_all_that_wait_and_is_repeated_after_a_time(au
         await trio.sleep(5.1)
         assert await (await models.router.client().post(PATH, body("a"))).head() == 200
         assert models.loads == ["a", "a"]
+
+
+async def test_load_that_hangs_refuses_all_that_wait_and_is_repeated_after_a_time(autojump_clock):
+    async with open_models(spec("a"), stall_seconds=20) as models:
+        models.loading["a"] = trio.Event()
+        async with (
+            models.router.client().ask(PATH, body("a")) as one,
+            models.router.client().ask(PATH, body("a", stream=True)) as two,
+        ):
+            assert await one.head() == 503
+            error = (await one.json())["error"]
+            assert (error["code"], "its load made no progress for 20 s" in error["message"]) == (
+                "model_load_failed",
+                True,
+            )
+            *_, last = [event async for event in two]
+            assert last["error"]["code"] == "model_load_failed"
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 503
+        assert (models.host.held_bytes, models.host.failures_total["a"]) == (0, 1)
+        await trio.sleep(5.1)
+        models.loading["a"].set()
+        assert await (await models.router.client().post(PATH, body("a"))).head() == 200
+        assert models.loads == ["a", "a"]
+        await models.router.assert_all_free()
 
 
 async def test_idle_model_that_was_used_least_recently_gives_way(autojump_clock):

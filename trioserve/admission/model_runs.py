@@ -180,9 +180,14 @@ class _Run(Generic[LoadedT]):
         self.loaded: LoadedT | None = None
         self.resizing = trio.Lock()
         self.progress: tuple[str | None, float | None] = None, None
+        self.progress_at = -math.inf
+        self._clock = trio.lowlevel.current_clock()
 
     def note_progress(self, activity: str, share: float | None) -> None:
-        self.progress = activity, share  # One assignment, because it may run in another thread than its readers.
+        """Note what the load does. Any thread may call this. A repeated report is no progress."""
+        if self.progress != (activity, share):
+            self.progress_at = self._clock.current_time()
+            self.progress = activity, share  # One assignment, because other threads read it.
 
 
 @uninterrupted
@@ -232,7 +237,10 @@ class ModelRuns(Generic[LoadedT]):
         async with trio.open_nursery() as self._nursery:
             task_status.started()
             while True:
+                self._changed.set()  # If time passed, nobody has set it yet.
                 self._changed = trio.Event()
+                for run in self._runs.values():
+                    self._models.on_progress(run.name, run.progress_at)
                 for order in self._models.decide(trio.current_time()):
                     self._follow(order)
                 with trio.move_on_at(self._models.next_at(trio.current_time())):
@@ -513,6 +521,9 @@ class ModelRuns(Generic[LoadedT]):
             self.follower.model_changed(state, run.loaded)
         if state is ModelState.UNLOADING:
             run.stopping.set()
+            if run.loaded is None and trio.current_time() < self._models[name].retry_at:  # Its load hung.
+                self.failures_total[name] += 1
+                self._refuse_waiting(name)
         elif state in (ModelState.SLEEPING, ModelState.WAKING):
             assert self._nursery is not None, "orders are followed only inside of run"
             self._nursery.start_soon(self._set_asleep, run, state is ModelState.SLEEPING)
@@ -546,11 +557,15 @@ class ModelRuns(Generic[LoadedT]):
             logger.error("model failed model=%s state=%s reason=%s", name, state.value, ended)
             self._models.on_failed(name, now, ended)
             if state is ModelState.LOADING:
-                try:
-                    self.check(name)
-                except NoEndpoint as error:
-                    self.follower.load_failed(name, error)
+                self._refuse_waiting(name)
         self._changed.set()
+
+    def _refuse_waiting(self, name: str) -> None:
+        """Refuse the requests that wait for a model whose load failed."""
+        try:
+            self.check(name)
+        except NoEndpoint as error:
+            self.follower.load_failed(name, error)
 
     async def _resize(self, run: _Run[LoadedT], order: ModelResize) -> None:
         """Change the KV cache of a loaded model, after earlier changes."""

@@ -148,7 +148,10 @@ class Hosting:
         """
         config = self._config
         settings = HostedModelsSettings(
-            memory_bytes=self._memory_bytes, turn_seconds=config.model_turn, loads_max=config.max_model_loads
+            memory_bytes=self._memory_bytes,
+            turn_seconds=config.model_turn,
+            loads_max=config.max_model_loads,
+            stall_seconds=config.model_load_timeout,
         )
         processes = self._processes
         run = processes.run if config.model_processes else partial(processes.run_inside, self._serve_model)

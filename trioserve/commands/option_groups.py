@@ -42,7 +42,9 @@ GROUPS = {
         "audio_decode_timeout allowed_media_domains "
         "quantization tool_call_parser tool_call_leniency reasoning_parser enable_auto_tool_choice"
     ),
-    "several models": _words("host_model models_dir models_memory model_keep_alive model_turn max_model_loads"),
+    "several models": _words(
+        "host_model models_dir models_memory model_keep_alive model_turn max_model_loads model_load_timeout"
+    ),
     "pictures": _words("max_image_pixels max_image_steps max_images"),
     "computing": _words(
         "device threads cpu_kernels gpu_kernels enforce_eager "

@@ -128,6 +128,9 @@ class HostingOptions:
         "the other model waits for at least as long", "SECONDS", ge=0, le=86400)] = HOSTED.turn_seconds
     max_model_loads: Annotated[int, about(
         "hosted models that load at a time", "N", ge=1, le=64)] = HOSTED.loads_max
+    model_load_timeout: Annotated[float, about(
+        "seconds without progress after which the load of a hosted model is stopped; requests that wait for it get 503",
+        "SECONDS", ge=1, le=86400)] = HOSTED.stall_seconds
     model_processes: Annotated[bool, about(
         "run each loaded model in a process of its own, so that its crash ends no other model; without processes, "
         "models load faster and need less memory")] = True

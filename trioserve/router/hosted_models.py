@@ -15,6 +15,9 @@ The KV cache of a busy model becomes larger again when no model waits for memory
 
 At most one model of a group is loaded. The next one replaces it by rules 3 and 5, even if memory is free.
 
+A load without progress for `stall_seconds` is stopped, and counts as failed. A model that does not sleep or wake up in
+this time is unloaded.
+
 Models wait in the order of their arrival. A model whose priority is better by 1 counts as having waited for
 `SECONDS_PER_PRIORITY` longer, so a model is overtaken for a bounded time only.
 
@@ -179,10 +182,11 @@ class HostedModel:
         resized_at: time of the last order to change the KV cache.
         is_fixed: True if a change of the KV cache failed, until the model is unloaded.
         changed_at: time of the last change of `state`.
+        progress_at: time of the last progress of the load.
         used_at: time at which the last lease ended, or at which the model was loaded.
         keep_alive_seconds: an idle model is unloaded after this time. At first, it is the value of the description.
         load_seconds: time of the last load, or its estimate.
-        wake_seconds: time of the last wake-up. 0: the model has never slept.
+        wake_seconds: time of the last wake-up. 0: the model has never slept. Infinity: it hung.
         loaded_at: time at which the last load ended.
         failure: reason of the last failed load. None after a load that succeeded.
         failure_count: failed loads in a row.
@@ -202,6 +206,7 @@ class HostedModel:
         "load_seconds",
         "loaded_at",
         "must_unload",
+        "progress_at",
         "resized_at",
         "retry_at",
         "spec",
@@ -224,7 +229,7 @@ class HostedModel:
         self.kv_blocks = self.wanted_blocks = self.awake_blocks = spec.kv_blocks
         self.resized_at = -math.inf
         self.is_fixed = False
-        self.changed_at = 0.0
+        self.changed_at = self.progress_at = 0.0
         self.used_at = 0.0
         self.loaded_at = 0.0
         self.keep_alive_seconds = spec.keep_alive_seconds
@@ -273,6 +278,28 @@ class HostedModel:
         return self.state is SLEEPING and self.kv_blocks == 0
 
     @property
+    def hangs_from(self) -> float:
+        """Time since which a load, a sleep or a wake-up has made no progress. Infinity if nothing is under way."""
+        is_under_way = self.state in (LOADING, WAKING) or (self.state is SLEEPING and not self.is_asleep)
+        return self.progress_at if is_under_way else math.inf
+
+    def fail(self, reason: str, now: float, *, is_steady: bool = False) -> None:
+        """Note that a load failed, or that a loaded model crashed.
+
+        Args:
+            reason: reason for the clients.
+            now: time in seconds.
+            is_steady: True if the model is loaded again at once.
+        """
+        self.failure = reason
+        self.retry_at = now
+        if not is_steady:
+            self.retry_at += min(RETRY_SECONDS * 2.0**self.failure_count, RETRY_SECONDS_MAX)
+        self.failure_count += 1
+        self.is_requested = self.spec.is_pinned
+        self.note_waits(now)
+
+    @property
     def idle_until(self) -> float:
         """Time at which the model is unloaded if it stays idle."""
         return math.inf if self.spec.is_pinned else self.used_at + self.keep_alive_seconds
@@ -297,7 +324,7 @@ class HostedModel:
         """
         assert state in TRANSITIONS[self.state], f"{self.spec.name} is {self.state.value}, and cannot be {state.value}"
         self.state = state
-        self.changed_at = now
+        self.changed_at = self.progress_at = now
         if state is UNLOADED:
             self.must_unload = self.is_fixed = False
             self.kv_blocks = self.wanted_blocks = self.spec.kv_blocks
@@ -493,6 +520,16 @@ class HostedModels:
 
     # --- reports and operators ---
 
+    def on_progress(self, name: str, at: float) -> None:
+        """Note that the load of a model makes progress.
+
+        Args:
+            name: the model.
+            at: time of the progress, in seconds. It may be in the past.
+        """
+        model = self._models[name]
+        model.progress_at = max(model.progress_at, at)
+
     def on_loaded(self, name: str, now: float) -> None:
         """Note that a model is loaded. A load that was cancelled in the meantime stays cancelled.
 
@@ -557,14 +594,8 @@ class HostedModels:
         model.change(UNLOADED, now)
         if before is UNLOADING:
             return
-        model.failure = reason
-        if before is not LOADING and now >= model.loaded_at + STEADY_SECONDS:
-            model.retry_at = now
-        else:
-            model.retry_at = now + min(RETRY_SECONDS * 2.0**model.failure_count, RETRY_SECONDS_MAX)
-        model.failure_count += 1
-        model.is_requested = model.spec.is_pinned
-        model.note_waits(now)
+        is_steady = before is not LOADING and now >= model.loaded_at + STEADY_SECONDS
+        model.fail(reason, now, is_steady=is_steady)
 
     def on_unloaded(self, name: str, now: float) -> None:
         """Note that the memory of a model, or of its cancelled load, is free.
@@ -662,6 +693,8 @@ class HostedModels:
         for model in self:
             if model.state is LOADING and not (model.waiting_count or model.is_requested):
                 orders.append(self._order(model, UNLOADING, now, "no request waits for it any more"))
+            elif now >= model.hangs_from + self._settings.stall_seconds:
+                orders.append(self._stop(model, now))
             elif model.state is DRAINING and not model.leases:
                 orders.append(self._order(model, UNLOADING, now, "its last request has ended"))
             elif model.state in (LOADED, SLEEPING) and model.is_idle and now >= model.idle_until:
@@ -709,6 +742,7 @@ class HostedModels:
             The time in seconds, or infinity.
         """
         times = [model.idle_until for model in self if model.state in (LOADED, SLEEPING) and model.is_idle]
+        times += [model.hangs_from + self._settings.stall_seconds for model in self]
         times += [model.retry_at for model in self if model.state is UNLOADED and model.waiting_since is not None]
         wanted = self._wanted(now)
         for model in wanted:
@@ -796,6 +830,16 @@ class HostedModels:
             *(self._order(model, SLEEPING, now, reason) for model in sleepers.values()),
             *(self._order(model, DRAINING if model.leases else UNLOADING, now, reason) for model in victims),
         ]
+
+    def _stop(self, model: HostedModel, now: float) -> ModelOrder:
+        """Unload a model that hangs. A load then counts as failed, and the requests that wait must be refused."""
+        activity = {LOADING: "load", WAKING: "wake-up"}.get(model.state, "sleep")
+        reason = f"its {activity} made no progress for {self._settings.stall_seconds:g} s"
+        if model.state is LOADING:
+            model.fail(reason, now)
+        else:
+            model.wake_seconds = math.inf  # It never sleeps again for another model.
+        return self._order(model, UNLOADING, now, reason)
 
     def _growing(self) -> list[HostedModel]:
         """Return the busy models whose KV caches should become larger."""

@@ -20,11 +20,13 @@ class HostedModelsSettings(msgspec.Struct, frozen=True, kw_only=True):
         turn_seconds: a busy model keeps its memory for at least this time, and a model waits for at least this time
             before a busy one must give way.
         loads_max: number of models that load at the same time.
+        stall_seconds: a load, sleep or wake-up without progress for this time is stopped.
     """
 
     memory_bytes: int
     turn_seconds: float = 10.0
     loads_max: int = 1
+    stall_seconds: float = 300.0
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):

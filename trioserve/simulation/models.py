@@ -14,6 +14,8 @@ ModelsBook records what the orders and reports say of each model, and reads no s
 - A model is unloaded only without leases, and only because neither a request nor an operator waits for its load,
   because it was idle for its time, because another model needs its memory or is of the same group, or because an
   operator requested it.
+- A load, sleep or wake-up without progress for the stall time is stopped at the end of this time, and no other one is.
+  A stopped load refuses the requests that wait, and is not repeated before the time of a failed load.
 - A busy model drains only after its turn, and only for a model that has waited for as long.
 - Of idle models, and of busy models after their turns, those of the worst priority give way first.
 - What must happen, happens in the same call of `decide`: a load that fits begins, memory that may be freed for the
@@ -65,6 +67,7 @@ class ModelsWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         caches_min: for each model, the part of its KV cache that is never free while it is awake. Empty: none.
         groups: number of each model's group. 0: the model has none. Empty: no model has one.
         priorities: priority of each model. Empty: all are equal.
+        stall: seconds without progress after which a load, sleep or wake-up is stopped. None: never.
     """
 
     memory: int = 2
@@ -77,6 +80,7 @@ class ModelsWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     caches_min: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     priorities: tuple[int, ...] = ()
+    stall: float | None = None
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, tag="arrive"):
@@ -100,6 +104,12 @@ class Advance(msgspec.Struct, frozen=True, kw_only=True, tag="advance"):
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     """The load of a model ends, also if it was cancelled too late."""
+
+    model: int
+
+
+class Progresses(msgspec.Struct, frozen=True, kw_only=True, tag="progresses"):
+    """The load of a model makes progress."""
 
     model: int
 
@@ -165,6 +175,7 @@ ModelsEvent = (
     | Leave
     | Advance
     | Loaded
+    | Progresses
     | LoadFails
     | Unloaded
     | Resized
@@ -192,6 +203,8 @@ RESIZED_CHANCE = 0.4  # probability at each event of such a world that a change 
 SECONDS_PER_PRIORITY = 10.0  # A model that is better by 1 overtakes those that began to wait this much earlier.
 SLEEP_CHANCE = 0.5  # probability at such an event, if no cache changes, that an operator lets a model sleep
 RANKED_WORLDS_SHARE = 0.5  # fraction of the worlds in which models have groups and priorities
+STALLING_WORLDS_SHARE = 0.5  # fraction of the worlds in which a load may hang
+PROGRESS_CHANCE = 0.2  # probability at an event of such a world, while a model loads, that it makes progress
 ROUNDS_MAX = 1_000  # No history needs this many rounds to its end.
 
 
@@ -202,6 +215,7 @@ class ModelRecord:
         waiting: requests that wait.
         running: requests with a lease.
         since: time of the last change of `state`.
+        progress_at: time of the last progress of a load, or of the last change of `state`.
         is_asked: True if an operator requested a load that has not ended.
         wanted_since: time from which on requests or an operator have waited without a break.
         must_unload: True if an operator requested to unload the model.
@@ -227,7 +241,7 @@ class ModelRecord:
         self.state = UNLOADED
         self.waiting: set[str] = set()
         self.running: set[str] = set()
-        self.since = 0.0
+        self.since = self.progress_at = 0.0
         self.used_at = 0.0
         self.loaded_at = 0.0
         self.is_asked = is_pinned
@@ -285,7 +299,7 @@ class ModelsBook:
 
     def change(self, model: ModelRecord, state: ModelState) -> None:
         model.state = state
-        model.since = self.now
+        model.since = model.progress_at = self.now
         if state is UNLOADED:
             model.must_unload = model.is_fixed = False
             model.held = model.held_next = model.size
@@ -376,9 +390,13 @@ class ModelsBook:
         assert loading < self._world.loads, f"{loading + 1} models load at the same time"
 
     def _check_unload(self, number: int, model: ModelRecord) -> None:
+        assert not model.running, f"{number} is unloaded under {sorted(model.running)}"
+        if self.hangs(model):
+            if model.state is not LOADING:
+                model.wake_seconds = math.inf
+            return
         states = (LOADING, LOADED, DRAINING, SLEEPING, *((WAKING,) if model.must_unload else ()))
         assert model.state in states, f"{number} is {model.state.value}, and is unloaded"
-        assert not model.running, f"{number} is unloaded under {sorted(model.running)}"
         if model.state is LOADING:
             assert model.wanted_since is None, f"the load of {number} is cancelled, but a request waits"
             return
@@ -411,6 +429,7 @@ class ModelsBook:
     def check_settled(self) -> None:
         """Assert that `decide` has left nothing undone."""
         for number, model in enumerate(self.models):
+            assert not self.hangs(model), f"{number} is {model.state.value} without progress, and is not stopped"
             if model.state is LOADED:
                 assert not model.waiting, f"{number} is loaded, and requests wait for it"
                 assert not (model.is_idle and self.now >= self.lapses_at(model)), f"{number} is idle for too long"
@@ -482,6 +501,10 @@ class ModelsBook:
             return math.inf
         return model.used_at + self._world.keep_alive
 
+    def hangs(self, model: ModelRecord) -> bool:
+        is_under_way = model.state in (LOADING, WAKING) or (model.state is SLEEPING and model.held != model.held_next)
+        return is_under_way and self._world.stall is not None and self.now >= model.progress_at + self._world.stall
+
     def _must_give_way(self, model: ModelRecord, waiting: ModelRecord) -> bool:
         """Return True if the turn of a busy model has ended for a model that waits."""
         if waiting.wanted_since is None:
@@ -533,7 +556,12 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         super().__init__(world, trace)
         keep_alive = math.inf if world.keep_alive is None else world.keep_alive
         self._models = HostedModels(
-            HostedModelsSettings(memory_bytes=world.memory, turn_seconds=world.turn, loads_max=world.loads),
+            HostedModelsSettings(
+                memory_bytes=world.memory,
+                turn_seconds=world.turn,
+                loads_max=world.loads,
+                stall_seconds=math.inf if world.stall is None else world.stall,
+            ),
             [
                 ModelSpec(
                     name=str(number),
@@ -670,13 +698,17 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                 self._models.on_loaded(name, now)
             elif model.state is UNLOADING:
                 self._models.on_loaded(name, now)
+        elif isinstance(event, Progresses):
+            if model.state is LOADING:
+                self._count("progress of loads")
+                model.progress_at = now
+                self._models.on_progress(name, now)
         elif isinstance(event, LoadFails):
             if model.state is LOADING:
                 self._count("loads failed")
                 self._models.on_failed(name, now, "its load failed")
-                self._note_failure(event.model, model, seconds_min=RETRY_SECONDS_MIN)
-                for request in sorted(model.waiting):
-                    self._leave(request)
+                self.book.change(model, UNLOADED)
+                self._refuse(event.model, model)
         elif isinstance(event, Unloaded):
             if model.state is UNLOADING:
                 self._count("unloads")
@@ -714,9 +746,8 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                 is_steady = model.state is not UNLOADING and now >= model.loaded_at + STEADY_SECONDS
                 was_unloading = model.state is UNLOADING
                 self._models.on_failed(name, now, "it crashed")
-                if was_unloading:
-                    self.book.change(model, UNLOADED)
-                else:
+                self.book.change(model, UNLOADED)
+                if not was_unloading:
                     self._note_failure(event.model, model, seconds_min=0.0 if is_steady else RETRY_SECONDS_MIN)
                     self._lost += [(event.model, request) for request in sorted(model.running)]
                     model.running.clear()
@@ -731,8 +762,13 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
             model.must_unload = model.state in (LOADED, DRAINING, SLEEPING, WAKING)
             self._follow(self._models.request_unload(name, now))
 
+    def _refuse(self, number: int, model: ModelRecord) -> None:
+        """Refuse the requests that wait for a model whose load failed."""
+        self._note_failure(number, model, seconds_min=RETRY_SECONDS_MIN)
+        for request in sorted(model.waiting):
+            self._leave(request)
+
     def _note_failure(self, number: int, model: ModelRecord, *, seconds_min: float) -> None:
-        self.book.change(model, UNLOADED)
         model.blocked_until = self._models[str(number)].retry_at
         assert model.blocked_until >= self.book.now + seconds_min, f"{number} is loaded again too soon"
         assert seconds_min or model.blocked_until <= self.book.now, f"{number} ran for long, and is not loaded again"
@@ -809,7 +845,12 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                 continue
             self._tell(f"  {order.name} {order.state.value}: {order.reason}")
             self._count(f"orders: {order.state.value}")
+            model = self.book.models[int(order.name)]
+            is_stopped = model.state is LOADING and self.book.hangs(model) and model.wanted_since is not None
             self.book.follow(int(order.name), order)
+            if is_stopped:
+                self._count("loads stopped")
+                self._refuse(int(order.name), model)
 
 
 class ModelsGenerator:
@@ -847,6 +888,9 @@ class ModelsGenerator:
             groups = tuple(0 if number in pinned else self._cache_rng.choice((0, 0, 1, 2)) for number in range(count))
             priorities = tuple(self._cache_rng.choice((-1, 0, 0, 1)) for _ in range(count))
             self.world = msgspec.structs.replace(self.world, groups=groups, priorities=priorities)
+        self._stall_rng = Random(f"stalls of {self.world!r}")
+        if self._stall_rng.random() < STALLING_WORLDS_SHARE:
+            self.world = msgspec.structs.replace(self.world, stall=self._stall_rng.choice((2.0, 10.0, 30.0)))
         self._arrivals = 0
         self._favourites = [rng.randrange(count) for _ in range(2)]
 
@@ -857,6 +901,9 @@ class ModelsGenerator:
             simulation: the run so far.
         """
         rng, book = self._rng, simulation.book
+        loading = [number for number, model in enumerate(book.models) if model.state is LOADING]
+        if self.world.stall is not None and loading and self._stall_rng.random() < PROGRESS_CHANCE:
+            return Progresses(model=self._stall_rng.choice(loading))
         if self.world.caches and self._cache_rng.random() < RESIZED_CHANCE:
             changing = [
                 number
