@@ -459,7 +459,7 @@ def empty_array(shape: tuple[int, ...], dtype: str) -> Array:
     """Allocate an uninitialized array aligned to a cache line, so that no vector load crosses two lines.
 
     Args:
-        shape: the shape.
+        shape: dimensions, as in numpy.empty.
         dtype: "float32", "bfloat16" or "uint8".
     """
     kind = _ARRAY_TYPES[dtype]

@@ -38,6 +38,8 @@ AVOIDED = {
 }
 AVOIDED_WORD = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(AVOIDED)))})\b", re.IGNORECASE)
 
+DESCRIBED = re.compile(r"^ {4}\*{0,2}(\w+): (.+\.)$", re.MULTILINE)
+
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -68,10 +70,27 @@ def documented(tree: ast.Module) -> Iterator[tuple[Documented, bool]]:
     yield from below(tree, True)
 
 
-def takes_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     arguments = node.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-    return any(argument is not None and argument.arg not in ("self", "cls") for argument in named)
+    return [argument.arg for argument in named if argument is not None and argument.arg not in ("self", "cls")]
+
+
+def words_of(text: str) -> set[str]:
+    """Return the words of a text or of a name, in lower case and without a plural's "s"."""
+    return {word.removesuffix("s") for word in re.findall(r"[a-z]+", text.lower().replace("_", " "))}
+
+
+def is_named(parameter: str, docstring: str) -> bool:
+    """Return True if a docstring mentions a parameter, or refers to another docstring."""
+    return docstring.startswith("See ") or bool(words_of(parameter) & words_of(docstring))
+
+
+def repeats_its_name(parameter: str, description: str) -> bool:
+    """Return True if a description adds nothing to a parameter's name, such as "request: the request."."""
+    if re.search(r"\d|^its ", description, re.IGNORECASE):
+        return False
+    return words_of(description) - {"the", "a", "an", "of", "thi", "that", "for", "in"} <= words_of(parameter)
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -103,10 +122,13 @@ def faults(source: str, *, has_public_api: bool) -> Iterator[str]:
             has_public_api
             and is_public
             and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and takes_parameters(node)
             and "Args:" not in docstring
+            and not all(is_named(parameter, docstring) for parameter in parameters(node))
         ):
             yield f"{line}: {name}: the docstring has no section Args:"
+        for parameter, description in DESCRIBED.findall(docstring.partition("Args:\n")[2].partition("\n\n")[0]):
+            if has_public_api and repeats_its_name(parameter, description):
+                yield f"{line}: {name}: the line of {parameter} only repeats the name: give the meaning, or delete it"
     for line, text in texts:
         for word in AVOIDED_WORD.findall(text):
             yield f"{line}: write {AVOIDED[word.lower()]} instead of {word!r}"
@@ -126,8 +148,9 @@ def test_docstrings_and_comments_are_plain(path):
         ('def f():\n    """Whether it is told."""', "begins with 'Whether'"),
         ('def f():\n    """Return what is told."""', "instead of 'told'"),
         ("x = 1  # whoever comes", "instead of 'whoever'"),
-        ('def f(a):\n    """Return a."""', "no section Args:"),
-        ('class C:\n    def f(self, *, a):\n        """Return a."""', "no section Args:"),
+        ('def f(b):\n    """Return a."""', "no section Args:"),
+        ('class C:\n    def f(self, *, b):\n        """Return a."""', "no section Args:"),
+        ('def f(a):\n    """Return a.\n\n    Args:\n        a: the a.\n    """', "only repeats the name"),
     ],
 )
 def test_unclear_docstring_or_comment_is_found(source, found):
@@ -142,6 +165,8 @@ def test_unclear_docstring_or_comment_is_found(source, found):
         'def f(a):\n    def g(b):\n        """Return b."""\n    return g',
         'def f(a):\n    """Return a.\n\n    Args:\n        a: a number.\n    """',
         'class C:\n    def f(self):\n        """Return nothing."""',
+        'def f(lines):\n    """Return the longest line."""',
+        'def f(a):\n    """See `g`."""',
         "x = 'told'",
     ],
 )

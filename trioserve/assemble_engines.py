@@ -45,7 +45,6 @@ def engine_options_of(model: HostedModelOptions, common: Mapping[str, Any]) -> E
     """Return the options of a hosted model's engine.
 
     Args:
-        model: the model.
         common: engine options of all models. The options of the model override them.
 
     Raises:
@@ -64,7 +63,6 @@ def model_spec(model: HostedModelOptions, common: Mapping[str, Any], *, keep_ali
     """Describe a hosted model. Its files are looked for, and fetched from the hub if they are missing.
 
     Args:
-        model: the model.
         common: engine options of all models.
         keep_alive: seconds after which an idle model is unloaded. None: no limit. The model's own value overrides it.
 

@@ -109,7 +109,6 @@ class WeightsGroup:
             master_address: address at which the engines reach this process.
             master_port: TCP port.
             world_size: number of members, including this process.
-            group_name: name of the group.
             seconds_max: longest time for the engines to join, and for each tensor.
 
         Raises:

@@ -104,9 +104,6 @@ class Dispatch:
     def block_sizes(self, request: RoutedRequest) -> frozenset[int]:
         """Return the block sizes for which the policy needs the request's block hashes.
 
-        Args:
-            request: The request.
-
         Returns:
             Sizes in tokens. Empty if only one endpoint is possible.
         """
@@ -137,7 +134,6 @@ class Dispatch:
         returns the lease.
 
         Args:
-            request: The request.
             id: Id under which the owner or an operator may see and abort the request. None for a request without an id.
             owner: Owner of the request. None if clients are not distinguished.
 
@@ -155,7 +151,6 @@ class Dispatch:
         """Enter a request without a `with` block. The caller must later call `leave`.
 
         Args:
-            request: The request.
             id: See `enter`.
             owner: See `enter`.
 

@@ -355,11 +355,7 @@ class ModelRuns(Generic[LoadedT]):
         return lease
 
     def release(self, lease: ModelLease) -> None:
-        """Return a lease.
-
-        Args:
-            lease: the lease.
-        """
+        """Return a lease."""
         self._models.release(lease, trio.current_time())
         self._changed.set()
 

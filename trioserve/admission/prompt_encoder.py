@@ -287,7 +287,6 @@ class PromptEncoder:
         """Return the text of token ids.
 
         Args:
-            token_ids: The tokens.
             skip_special_tokens: True to leave special tokens out.
 
         Raises:

@@ -341,9 +341,6 @@ class Responder:
     async def fail(self, error: ErrorResponse) -> bool:
         """Send an error to the client: as the response, or as the last event of a stream.
 
-        Args:
-            error: the error.
-
         Returns:
             False if the response has begun and is no stream, so the client cannot be informed.
         """

@@ -43,11 +43,7 @@ class Surface(Protocol):
     """Format of errors and request ids in one API."""
 
     def id_fields(self, request_id: str) -> list[tuple[str, str]]:
-        """Make the header fields that name the request.
-
-        Args:
-            request_id: id of the request.
-        """
+        """Make the header fields that name the request."""
         ...
 
     def status(self, error: ErrorResponse) -> int: ...
@@ -56,8 +52,7 @@ class Surface(Protocol):
         """Encode an error as the whole response, in JSON.
 
         Args:
-            error: the error.
-            request_id: id of the request.
+            request_id: id of the request, for the client's logs.
         """
         ...
 
@@ -65,8 +60,7 @@ class Surface(Protocol):
         """Encode an error as the last event of a stream.
 
         Args:
-            error: the error.
-            request_id: id of the request.
+            request_id: id of the request, for the client's logs.
         """
         ...
 

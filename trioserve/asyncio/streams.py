@@ -54,9 +54,6 @@ class DeltaBox(Generic[DeltaT]):
     def put(self, delta: DeltaT) -> bool:
         """Add a delta.
 
-        Args:
-            delta: the delta.
-
         Returns:
             False if the loop of a waiting reader was closed, so that nothing will be read any more.
         """

@@ -170,7 +170,6 @@ class TrioThread:
         end of the run, the function is called in this thread.
 
         Args:
-            function: the function.
             *arguments: arguments of the function.
 
         Raises:
@@ -201,9 +200,6 @@ class TrioThread:
     async def run(self, function: Callable[[], Awaitable[T]]) -> T:
         """Run an async function in the Trio run, and return its result. If the caller is cancelled, the function is
         cancelled, and the caller waits for its end.
-
-        Args:
-            function: the function.
         """
         task = self.begin(lambda _note_started: function())
         try:
@@ -260,7 +256,6 @@ class TrioThread:
         """Schedule a function call in the Trio run, after all calls that were scheduled before.
 
         Args:
-            function: the function.
             *arguments: arguments of the function.
 
         Returns:

@@ -229,11 +229,7 @@ class Transcript:
 
 
 def compression_ratio(text: str) -> float:
-    """Return the bytes of a text divided by its bytes as zlib compresses them. 0 for an empty text.
-
-    Args:
-        text: the text.
-    """
+    """Return the bytes of a text divided by its bytes as zlib compresses them. 0 for an empty text."""
     data = text.encode("utf-8", "replace")
     return len(data) / len(zlib.compress(data))
 

@@ -114,7 +114,7 @@ class Client(Protocol):
         Args:
             method: HTTP method.
             path: path and query.
-            body: the body.
+            body: bytes after the head. Empty if the request has no body.
             listener: receiver of the response.
             withheld_bytes: number of bytes at the end of the body that the head announces but that are never sent. The
                 client must disconnect instead.

@@ -168,7 +168,7 @@ def disaggregated_text(report: DisaggregatedReport) -> str:
     """Return a table with medians over the rounds for the server and the pair, and the transfers.
 
     Args:
-        report: the report.
+        report: figures of all rounds.
     """
     settings = report.settings
     lines = [

@@ -358,11 +358,7 @@ class ResponseReader:
 
 
 def excerpt(body: bytes) -> str:
-    """Return the beginning of a body on one line, for a message. If it is an error of OpenAI's API, return its message.
-
-    Args:
-        body: the body.
-    """
+    """Return the beginning of a body on one line, or the message of an error of OpenAI's API."""
     text = body.decode("utf-8", "replace")
     try:
         content: Any = msgspec.json.decode(body)

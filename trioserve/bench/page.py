@@ -177,7 +177,7 @@ def page_text(report: PageReport) -> str:
     """Return a table with one line per round, and the ratio.
 
     Args:
-        report: the report.
+        report: figures of all rounds.
     """
     lines = [f"live page at {report.settings.url}{' ' + report.settings.label if report.settings.label else ''}", ""]
     lines += ["| round | without, tokens/s | with, tokens/s | ratio | events | KB |", "|---|---|---|---|---|---|"]

@@ -81,11 +81,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_seconds(cls, samples_seconds: Sequence[float]) -> Spread | None:
-        """Return statistics in milliseconds, or None if there are no samples.
-
-        Args:
-            samples_seconds: the samples, in seconds.
-        """
+        """Return statistics in milliseconds, or None if there are no samples."""
         if not samples_seconds:
             return None
         ordered = sorted(samples_seconds)
@@ -197,7 +193,6 @@ def figures_notes(
     """Return sentences about the figures: how tokens were counted, and where the load differed from the settings.
 
     Args:
-        figures: the figures.
         measurements: the measured requests.
         settings: settings of the measurement.
         prompt_mode: "ids" or "text".
@@ -293,11 +288,7 @@ def bench_json(report: BenchReport) -> bytes:
 
 
 def bench_text(report: BenchReport) -> str:
-    """Return the report as a table.
-
-    Args:
-        report: the report.
-    """
+    """Return the report as a table."""
     settings, figures = report.settings, report.figures
     title = f"{settings.label}: " if settings.label else ""
     http = "HTTP/2" if settings.http == 2 else "HTTP/1.1"

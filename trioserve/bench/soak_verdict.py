@@ -388,11 +388,7 @@ def soak_json(report: SoakReport) -> bytes:
 
 
 def soak_text(report: SoakReport) -> str:
-    """Return the report as text: first the claims, then the figures behind them.
-
-    Args:
-        report: the report.
-    """
+    """Return the report as text: first the claims, then the figures behind them."""
     settings, figures = report.settings, report.figures
     title = f"{settings.label}: " if settings.label else ""
     lines = [

@@ -112,7 +112,7 @@ def startup_text(report: StartupReport) -> str:
     """Return a table with one line per version: medians, and the fastest start.
 
     Args:
-        report: the report.
+        report: start times of all versions.
     """
     is_cold = report.settings.cold_path is not None
     lines = [

@@ -101,7 +101,6 @@ def row_body(settings: StructuredBenchSettings, model: str, row: Row, number: in
     Args:
         settings: settings of the measurement.
         model: name of the model.
-        row: the row.
         number: number of the request within its row and round.
     """
     body = _body(settings, model, f"List number {number}: things that are sold on a market, in JSON.", row.schema)
@@ -218,7 +217,7 @@ def ratio_of(row: MeasuredRow, free: MeasuredRow) -> float:
     """Return the median over the rounds of the ratio of two speeds. Other work on the machine affects both speeds.
 
     Args:
-        row: the row.
+        row: figures of one schema set, in rounds.
         free: the row with which it is compared.
     """
     pairs = zip(row.rounds, free.rounds, strict=False)

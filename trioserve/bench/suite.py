@@ -222,7 +222,7 @@ def markdown(report: SuiteReport) -> str:
     """Return a table with one line per row: figures of the first server, of each peer, and the ratio of the two.
 
     Args:
-        report: the report.
+        report: figures of all servers.
     """
     urls = [report.settings.url, *report.settings.peers]
     found = {(result.row, result.url): result for result in report.results}

@@ -98,11 +98,7 @@ def main(settings: SwitchSettings) -> int:
 
 
 def switch_text(report: SwitchReport) -> str:
-    """Return the report for people.
-
-    Args:
-        report: the report.
-    """
+    """Return the report for people."""
     memory = "not reported by the system"
     if report.memory_before_bytes is not None and report.memory_after_bytes is not None:
         before, after = report.memory_before_bytes / 2**20, report.memory_after_bytes / 2**20

@@ -225,11 +225,7 @@ async def open_child(arguments: list[str], **options: Any) -> trio.Process:
 
 @asynccontextmanager
 async def ended_with_scope(process: trio.Process) -> AsyncIterator[None]:
-    """Kill a process that still runs at the end of the scope, and wait until its memory is free.
-
-    Args:
-        process: The process.
-    """
+    """Kill a process that still runs at the end of the scope, and wait until its memory is free."""
     try:
         yield
     finally:

@@ -248,7 +248,6 @@ class ModelProcesses:
 
     Args:
         config: options of the server. Engine options that were set apply to all models.
-        models: the models.
     """
 
     def __init__(self, config: Config, models: Sequence[HostedModelOptions]) -> None:
@@ -363,7 +362,7 @@ class ModelProcesses:
         """Run the server of a model in tasks of this process. See `run`.
 
         Args:
-            serve_model: serves the model.
+            serve_model: runs the server until `stopping` is set, or the load fails.
             name: the model.
             on_loaded: called once the server accepts requests.
             on_progress: called with the progress of the load.

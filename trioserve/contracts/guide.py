@@ -80,9 +80,6 @@ class Guide(Protocol):
     def accept(self, token_id: int) -> bool:
         """Advance the guide by one sampled token.
 
-        Args:
-            token_id: The token.
-
         Returns:
             False if the grammar does not allow the token. In that case `fault` then returns a reason.
         """

@@ -157,7 +157,7 @@ class KVConnector(Protocol):
         Has no side effect. The core may call it several times, with any computed_count.
 
         Args:
-            request: The request.
+            request: Request that waits for its blocks. It may have a prefix in the engine's own cache.
             computed_count: First position to load. Earlier positions are computed already.
 
         Returns:
@@ -176,7 +176,7 @@ class KVConnector(Protocol):
         If this method raises, the core assumes a load that never reports.
 
         Args:
-            request: The request.
+            request: Request that owns the blocks until the load has ended.
             block_table: The request's blocks. Position p is in block_table[p // block_size].
             computed_count: First position, a multiple of the block size.
             token_count: Number of positions.
@@ -188,9 +188,6 @@ class KVConnector(Protocol):
 
         The connector stops what it can. It reports Loaded or LoadFailed when nothing more is written. Until then, or
         until hold_expired, the core holds the blocks. If the request continues, it computes its prompt in other blocks.
-
-        Args:
-            request_id: The request.
         """
         ...
 
@@ -207,7 +204,6 @@ class KVConnector(Protocol):
         request was still pending, the core has called load_abandoned before.
 
         Args:
-            request: The request.
             block_table: Blocks with the KV of `tokens`. Empty if nothing was computed.
             tokens: The first tokens of prompt and output. Empty if nothing was computed.
             reason: Why the request ended.
@@ -223,9 +219,6 @@ class KVConnector(Protocol):
 
         The client gets them at the end of the response.
 
-        Args:
-            request_id: The request.
-
         Returns:
             The parameters, or None if no other engine needs them.
         """
@@ -235,9 +228,6 @@ class KVConnector(Protocol):
         """Stop a transfer (SEND) because its finished request was aborted.
 
         The connector stops what it can, and reports Released as usual.
-
-        Args:
-            request_id: The request.
         """
         ...
 
@@ -248,7 +238,6 @@ class KVConnector(Protocol):
         connector must make sure that the reader notices (by an epoch or a checksum) and discards its data.
 
         Args:
-            request_id: The request.
             kind: Kind of the hold.
         """
         ...

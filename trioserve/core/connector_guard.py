@@ -98,7 +98,6 @@ class ConnectorGuard:
         """Notify the connector of a finished request.
 
         Args:
-            request: the request.
             block_table: blocks of the computed tokens, in order.
             tokens: tokens whose KV is computed.
             reason: why the request finished.

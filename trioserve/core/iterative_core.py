@@ -69,7 +69,6 @@ class LiveIteration(RequestLife[IterativeRequest]):
     """State of one iterative request.
 
     Args:
-        request: the request.
         arrival_index: number of requests that arrived at this core before.
 
     Attributes:

@@ -64,10 +64,6 @@ class LastTurn(msgspec.Struct, frozen=True):
 class Prefetch:
     """A planned or pending prefetch of one session.
 
-    Args:
-        session_id: id of the session.
-        session: the session.
-
     Attributes:
         starts_at: time of the next attempt to start, in seconds.
         gives_up_at: time after which the prefetch does not start any more, in seconds.
@@ -145,8 +141,6 @@ class Prefetches:
         """Plan a prefetch for the next turn of a session. It replaces a planned one, and a pending one continues.
 
         Args:
-            session_id: id of the session.
-            session: the session.
             expected_at: expected time of the next turn, in seconds.
             now: time in seconds.
         """

@@ -89,7 +89,6 @@ class EvictedNames:
         """Keep the entry of an evicted block if a later block of the same prefix has an entry. Else drop the entry.
 
         Args:
-            block_hash: hash of the block.
             entry: the block's entry in the prefix cache before the eviction.
         """
         if not self._names_max:

@@ -173,7 +173,6 @@ class Sessions:
         """Open a session, or change the retention of an open session.
 
         Args:
-            session_id: id of the session.
             retention: how strongly the session's blocks are preferred. Chains that exist keep their tenant.
             now: time in seconds.
         """
@@ -226,9 +225,6 @@ class Sessions:
 
     def join(self, request: EngineRequest) -> Session | None:
         """Note a new request. If it names a session that is not open, open the session.
-
-        Args:
-            request: the request.
 
         Returns:
             The request's session. None if it names none.

@@ -51,7 +51,6 @@ class _Flight(Generic[Plan, Life]):
     """A plan in flight.
 
     Args:
-        plan: the plan.
         lives: the plan's requests, in the order of its chunks.
 
     Attributes:
@@ -174,7 +173,6 @@ def without_ended(
     """Remove the chunks of requests that ended or failed in the previous step from a plan that was made ahead.
 
     Args:
-        plan: the plan.
         result: the result of the plan.
         lives: requests of the plan that have not ended, in the plan's order.
 
@@ -305,11 +303,7 @@ class RequestTable(Generic[Life]):
         return events
 
     def forget(self, request_id: RequestId) -> None:
-        """Remove a finished request. Its id is remembered for some time.
-
-        Args:
-            request_id: id of the request.
-        """
+        """Remove a finished request. Its id is remembered for some time."""
         del self._live[request_id]
         self._finished_ids[request_id] = None
         if len(self._finished_ids) > FINISHED_IDS_MAX:

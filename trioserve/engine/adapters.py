@@ -96,11 +96,7 @@ class Adapters:
         return lease
 
     def release(self, lease: AdapterLease) -> None:
-        """Release a lease. The caller must call this once for each lease. Never waits.
-
-        Args:
-            lease: the lease.
-        """
+        """Release a lease. The caller must call this once for each lease. Never waits."""
         lease.release()
         self._look()
 
@@ -252,7 +248,6 @@ def show_adapters(metrics: Metrics, adapters: Adapters, requests: Iterable[OpenR
 
     Args:
         metrics: registry to update.
-        adapters: the adapters.
         requests: all requests whose scope is entered.
     """
 

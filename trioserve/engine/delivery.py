@@ -47,7 +47,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
     """Delivers the results of an engine for text.
 
     Args:
-        core: the core.
+        core: plans the steps whose results are delivered.
         metrics: registry of the engine's metrics.
         wake: called when the step loop may have new work.
         step_watch: receives the begin and end of each step. None: a watch of its own.
@@ -81,11 +81,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         return len(self._held)
 
     def held_block_count(self, request: OpenRequest) -> int:
-        """Return how many blocks of a request are held for another engine.
-
-        Args:
-            request: the request.
-        """
+        """Return how many blocks of a request are held for another engine."""
         return sum(self._core.held_block_count(choice.sequence_id) for choice in request.choices if choice.is_held)
 
     def add(self, choice: Choice) -> None:
@@ -96,9 +92,6 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
     def use_weights(self, version: str) -> None:
         """Mark new tokens with a weight version from now on. Call this when no step is in flight, and after all
         requests have the version.
-
-        Args:
-            version: the version.
         """
         self._core.change_weights(lambda sequence_id: self._choices[sequence_id].request.block_salt)
         self._weight_version = version
@@ -112,9 +105,6 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
 
         The reader gets a last delta with finish reason HANDED_OVER for one choice. If there is a connector, it holds
         the blocks of this choice.
-
-        Args:
-            request: the request.
 
         Returns:
             False if the core has no sequence of the request, or if there is nothing to resume.
@@ -142,11 +132,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         return True
 
     def end_holds(self, request: OpenRequest) -> None:
-        """End the holds of a request's blocks. The connector is notified, and may release the blocks later.
-
-        Args:
-            request: the request.
-        """
+        """End the holds of a request's blocks. The connector is notified, and may release the blocks later."""
         if request.kv_transfer is None:
             return
         # Include sequences that a step planned ahead still reads. Their holds begin only after that step.

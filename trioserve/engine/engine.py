@@ -247,9 +247,6 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
     async def destroy_weights_update_group(self, group_name: str = WEIGHT_GROUP) -> None:
         """Leave a group. If an update is running, wait until it ends.
 
-        Args:
-            group_name: name of the group.
-
         Raises:
             InvalidRequest: there is no such group.
         """
@@ -768,7 +765,6 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         """Return the text of token ids.
 
         Args:
-            token_ids: token ids.
             skip_special_tokens: True to leave out special tokens.
 
         Raises:

@@ -80,11 +80,7 @@ class InputEncoding(ABC):
             request.forget_files()
 
     def release(self, request: OpenRequest) -> None:
-        """Release the claim of a request. May be called at any time, and more than once.
-
-        Args:
-            request: the request.
-        """
+        """Release the claim of a request. May be called at any time, and more than once."""
         claim, request.output_claim = request.output_claim, None
         if claim is not None:
             request.given = ()

@@ -189,7 +189,6 @@ class LiveFeed:
         """Note that a request was ended from outside.
 
         Args:
-            request: the request.
             ids: the request's sequences in the core, which still have their blocks.
             reason: the finish reason.
         """
@@ -209,7 +208,6 @@ class LiveFeed:
         """Note that all blocks of a cancelled sequence are free.
 
         Args:
-            sequence_id: the sequence.
             steps: steps that ended between cancel and release.
             seconds: time between cancel and release.
         """
@@ -228,11 +226,7 @@ class LiveFeed:
             self._ended[cancel.key] = owner, msgspec.structs.replace(shown, freed=freed)
 
     def note_left(self, request: OpenRequest) -> None:
-        """Note that the scope of a request has ended, and none of its blocks are held.
-
-        Args:
-            request: the request.
-        """
+        """Note that the scope of a request has ended, and none of its blocks are held."""
         if not self._watchers:
             return
         watched = self._of(request)

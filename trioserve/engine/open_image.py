@@ -121,7 +121,7 @@ class ImagePreparation:
         """Describe the images of a request.
 
         Args:
-            prompt: the prompt.
+            prompt: description of the images, or the name of a class.
             params: options of the request.
             priority: priority of the request.
 
@@ -322,7 +322,6 @@ class ImageChoice(RequestPart["OpenImage"]):
     """One of a request's n images.
 
     Args:
-        request: the request.
         index: index of the image.
         sequence_id: id of the image in the core.
 
@@ -351,7 +350,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
     """A request for images. `ImageEngine.generate_image` documents the options.
 
     Args:
-        prompt: the prompt.
+        prompt: description of the images.
         params: options of the images.
         seed: seed of the first image.
         request_id: the caller's id.
@@ -465,7 +464,6 @@ def view_of(request: OpenImage, lives: Sequence[LiveIteration | None], now: floa
     """Describe a request for images for status pages, from the state in the engine and in the core.
 
     Args:
-        request: the request.
         lives: the core's state per image. None: the image has ended, or has not reached the core.
         now: seconds of Trio's clock.
     """
@@ -525,9 +523,6 @@ class SpannedImage(SpannedRequest):
 def image_attributes(request: OpenImage) -> Attributes:
     """Return the options of a request as trace attributes. The prompt is never included, because it is the caller's
     text.
-
-    Args:
-        request: the request.
     """
     task = request.wanted.task
     return {

@@ -45,7 +45,6 @@ class Choice(RequestPart["OpenRequest"]):
     """One of a request's n choices: its sequence in the core, and its text or its pooled result.
 
     Args:
-        request: the request.
         index: index of the choice.
         sequence_id: id of its sequence in the core.
         output: turns the choice's tokens into text.
@@ -262,18 +261,13 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         return len(self.prompt_token_ids) - self._encoder_positions
 
     def prompt_token_count_of(self, choice: Choice) -> int:
-        """Return the number of prompt tokens in the sequence of one choice.
-
-        Args:
-            choice: the choice.
-        """
+        """Return the number of prompt tokens in the sequence of one choice."""
         return len(self.prompt_token_ids)
 
     def note_cached(self, choice: Choice, token_count: int) -> None:
         """Note how many prompt tokens of an ended choice were found in the prefix cache.
 
         Args:
-            choice: the choice.
             token_count: number of tokens.
         """
         if choice.index == 0:
@@ -452,7 +446,6 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         """Push the last delta of a choice that was ended from outside.
 
         Args:
-            choice: the choice.
             reason: the finish reason.
             message: message for the reader.
             stop_reason: more specific reason that programs can compare.
@@ -482,11 +475,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         )
 
     def end_silently(self, choice: Choice) -> None:
-        """End a choice without a delta, because the delta of another choice reports the end of the request.
-
-        Args:
-            choice: the choice.
-        """
+        """End a choice without a delta, because the delta of another choice reports the end of the request."""
         choice.is_ended = True
         self._unfinished_count -= 1
 
@@ -509,7 +498,6 @@ def view_of(
     """Describe a request for status pages, from the state in the engine and in the core.
 
     Args:
-        request: the request.
         sequences: the core's state per choice. None: the choice has ended, or has not reached the core.
         now: seconds of Trio's clock.
         held_block_count: number of the request's blocks that are held for another engine.

@@ -198,7 +198,7 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
     Args:
         model: description of the model.
         params: pooling options.
-        inputs: the inputs.
+        inputs: texts, token ids or pairs of texts.
 
     Returns:
         The model's pooling abilities.

@@ -52,9 +52,6 @@ class RequestPreparation:
     def check(self, request: OpenRequest) -> None:
         """Check that this model and this engine can serve a request.
 
-        Args:
-            request: the request.
-
         Raises:
             InvalidRequest: this model or engine does not support an option.
         """
@@ -73,11 +70,7 @@ class RequestPreparation:
             )
 
     def new_choices(self, request: OpenRequest) -> list[Choice]:
-        """Create the n choices of a request, with unique sequence ids.
-
-        Args:
-            request: the request.
-        """
+        """Create the n choices of a request, with unique sequence ids."""
         choices = []
         for index in range(request.choice_count):
             # The sequence number makes the id unique, even if callers use the same request id twice.
@@ -198,7 +191,7 @@ class RequestPreparation:
         """Create a sequence for the next core that continues after its delivered output.
 
         Args:
-            request: the request.
+            request: owner of the sequence. It has the sampling options.
             sequence: the sequence in the old core.
             output: the output tokens that were already delivered.
         """
@@ -276,7 +269,6 @@ def instance_of(kind: type[T], param: str, value: object, default: T) -> T:
     Args:
         kind: allowed type.
         param: name of the parameter.
-        value: the value.
         default: used for None.
 
     Raises:
@@ -293,9 +285,6 @@ def checked_prompt(prompt: object) -> Prompt:
     """Check that a prompt has a valid type, and return it.
 
     Long content is checked later: token ids during tokenization, and messages when the template is rendered.
-
-    Args:
-        prompt: the prompt.
 
     Raises:
         InvalidRequest: the prompt has another type.

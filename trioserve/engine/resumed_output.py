@@ -60,11 +60,7 @@ class GivenOutput:
         return tuple(self._versions)
 
     def take(self, delta: Delta) -> None:
-        """Add the next delta that the reader has received.
-
-        Args:
-            delta: the delta.
-        """
+        """Add the next delta that the reader has received."""
         if delta.weight_versions or self._versions:
             self.keeps = True
             add_versions(self._versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids))

@@ -231,7 +231,6 @@ class SessionTable:
         """Use a new core, and open all sessions there.
 
         Args:
-            core: the core.
             delivery: ends requests of that core.
         """
         self._core, self._delivery = core, delivery
@@ -299,7 +298,6 @@ class SessionTable:
         """See `LiveSession.retain`.
 
         Args:
-            session: the session.
             retention: the new preference.
         """
         if session.is_ended or session.retention == retention:
@@ -342,7 +340,6 @@ class SessionTable:
         """Note that a request has entered as a turn of a session.
 
         Args:
-            request: the request.
             asked: the session. A `SessionName` opens the session if necessary.
 
         Returns:
@@ -367,8 +364,8 @@ class SessionTable:
         """Note that no sequence of a turn is in the core any more.
 
         Args:
-            request: the request.
-            session: its session.
+            request: the turn.
+            session: the session that `begin_turn` returned.
         """
         session.turns.remove(request)
         if not session.is_ended:
@@ -378,7 +375,6 @@ class SessionTable:
         """See `LiveSession.expect_turn`.
 
         Args:
-            session: the session.
             seconds: estimated time until the next turn.
         """
         if not session.is_ended:
@@ -389,7 +385,6 @@ class SessionTable:
         """See `LiveSession.await_tools`.
 
         Args:
-            session: the session.
             tools: names of the called tools.
         """
         if session.is_ended or not self._core.prefetches.is_on:
@@ -419,11 +414,7 @@ class SessionTable:
         self._sessions[session.id] = self._sessions.pop(session.id)
 
     def retained_block_count(self, session: LiveSession) -> int:
-        """See `LiveSession.retained_block_count`.
-
-        Args:
-            session: the session.
-        """
+        """See `LiveSession.retained_block_count`."""
         return self._core.sessions.retained_count(session.id)
 
     # --- ending ---
@@ -432,7 +423,6 @@ class SessionTable:
         """See `LiveSession.end`.
 
         Args:
-            session: the session.
             reason: reason for the metrics.
         """
         if session.is_ended:

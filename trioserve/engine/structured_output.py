@@ -97,7 +97,6 @@ class GuidePreparation:
         Args:
             sampling: sampling options of the request.
             cache_salt: separates caches of different users.
-            tenant: the tenant.
 
         Returns:
             The guides. None if the request has no grammar or schema.

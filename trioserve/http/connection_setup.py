@@ -275,7 +275,6 @@ class WebSocketTimer:
         """Check a websocket until it is removed.
 
         Args:
-            websocket: the websocket.
             at: time of its first check.
             nursery: a nursery that stays open until the websocket is removed.
         """
@@ -305,11 +304,7 @@ class WebSocketTimer:
         self._due[tick][websocket] = None
 
     def remove(self, websocket: Timed) -> None:
-        """End the checks of a websocket.
-
-        Args:
-            websocket: the websocket.
-        """
+        """End the checks of a websocket."""
         self._forget(websocket)
         del self._nurseries[websocket]
         if websocket is self._leader:

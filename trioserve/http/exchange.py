@@ -400,9 +400,6 @@ class ResponseState:
     def accept(self, websocket: WebSocket) -> None:
         """Start the response by accepting a websocket.
 
-        Args:
-            websocket: the websocket.
-
         Raises:
             RuntimeError: the response has already started.
         """

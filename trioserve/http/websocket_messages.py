@@ -93,7 +93,6 @@ class UnreadMessages:
         """Append a whole message, whose bytes are already held.
 
         Args:
-            message: the message.
             byte_count: its size in bytes.
 
         Raises:

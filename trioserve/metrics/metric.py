@@ -187,7 +187,6 @@ class PlainHistogram:
         """Count a value.
 
         Args:
-            value: the value.
             count: how often the value occurred.
         """
         self._counts[bisect_left(self.bounds, value)] += count

@@ -160,7 +160,7 @@ class RowEncoding:
     """Encodes one input. Call `advance` until it returns True, then read `rows`. Only one thread at a time may use it.
 
     Args:
-        encoder: the encoder.
+        encoder: computes the rows. Its weights are loaded.
         content: see EncoderInput.
 
     Attributes:

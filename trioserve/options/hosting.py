@@ -77,7 +77,7 @@ class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         Args:
             name: name of the model.
             table: own options and engine options by name, in which `_` may be spelled `-`.
-            path_key: key of the path.
+            path_key: key of the model's path in the table.
 
         Raises:
             StartupError: the path is missing, or an own option has a wrong value.

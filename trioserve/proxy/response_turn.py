@@ -200,7 +200,6 @@ class RoutedTurn:
         byte_count: Size of the client's message.
         kept: Responses that the connection keeps.
         held: Input for the successor of a response, by its id, until the client sends the outputs of its tool calls.
-        connection: The connection.
         own_steers: Input that the message already has, if this is the successor of a steered response.
 
     Attributes:
@@ -290,11 +289,7 @@ class RoutedTurn:
         return self.on_lane(event)
 
     def on_lane(self, event: SteeringEvent) -> bytes:
-        """Return an event as a message, with the lane of the response.
-
-        Args:
-            event: The event.
-        """
+        """Return an event as a message, with the lane of the response."""
         if self.stream_id is not None:
             event.stream_id = self.stream_id
         return encode(event)
@@ -514,11 +509,7 @@ class _EventExchange(Exchange):
         await self.send_message(self._turn.take(event))
 
     async def send_message(self, message: bytes) -> None:
-        """Send a message that is no event of an endpoint.
-
-        Args:
-            message: The message.
-        """
+        """Send a message that is no event of an endpoint."""
         await self._inner.send(message)
 
 

@@ -135,7 +135,6 @@ class Continuations:
         Args:
             ticket: the request.
             fault: how the endpoint failed.
-            endpoint: the endpoint.
             token_count: tokens that the client has received so far.
             is_certain: True if the endpoint reported the failure itself.
         """
@@ -154,7 +153,6 @@ class Continuations:
         Args:
             ticket: the request.
             fault: how the endpoint failed.
-            endpoint: the endpoint.
             now: time in seconds.
             is_certain: True if the endpoint reported the failure itself.
         """

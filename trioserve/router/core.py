@@ -113,7 +113,6 @@ class RouterCore:
         call `prepared` afterwards.
 
         Args:
-            request: the request.
             now: time in seconds.
 
         Raises:
@@ -130,11 +129,7 @@ class RouterCore:
         model.preparing += 1
 
     def prepared(self, request: RoutedRequest) -> None:
-        """Stop counting a request that `prepare` counted.
-
-        Args:
-            request: the request.
-        """
+        """Stop counting a request that `prepare` counted."""
         model = self._queues.of_model(request.model)
         assert model.preparing > 0
         model.preparing -= 1
@@ -150,7 +145,6 @@ class RouterCore:
         short.
 
         Args:
-            request: the request.
             now: time in seconds.
 
         Raises:

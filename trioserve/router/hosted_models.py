@@ -511,7 +511,6 @@ class HostedModels:
         """Return a lease. A lease on a model that crashed is already returned, then nothing happens.
 
         Args:
-            lease: the lease.
             now: time in seconds.
         """
         if lease in lease.model.leases:

@@ -197,7 +197,6 @@ class Disaggregation:
 
         Args:
             ticket: the request. Ignored if it was never disaggregated.
-            outcome: the outcome.
         """
         if ticket.is_disaggregated and ticket.pair_outcome is None:
             ticket.pair_outcome = outcome

@@ -49,7 +49,7 @@ class Policy(abc.ABC):
         thousands of endpoints. The methods of `Candidates` find a few endpoints without looking at all of them.
 
         Args:
-            request: the request.
+            request: request that gets a lease, with the names of its blocks if the policy needs them.
             candidates: all healthy endpoints that serve its model, in the order in which they were added. At least one
                 has a free slot.
 
@@ -61,7 +61,6 @@ class Policy(abc.ABC):
         """Record that a request is sent to an endpoint.
 
         Args:
-            request: the request.
             endpoint: its endpoint.
         """
 
@@ -365,8 +364,8 @@ def _longest_match(
 
     Args:
         least_busy: finds the least loaded endpoint.
-        request: the request.
-        candidates: the candidates.
+        request: request with block hashes.
+        candidates: endpoints with a free slot, at least one.
         matched: for each endpoint the length of its match, then tie breakers. Endpoints without a match are missing.
         margin: accepted load above that of the least loaded endpoint.
     """

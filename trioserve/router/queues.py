@@ -434,11 +434,7 @@ class Queues:
         return model
 
     def of(self, ticket: Ticket) -> Queue:
-        """Return the queue of a ticket. A ticket with a lease also has a queue.
-
-        Args:
-            ticket: the ticket.
-        """
+        """Return the queue of a ticket. A ticket with a lease also has a queue."""
         return self.of_model(ticket.request.model).queues[ticket.stage]
 
     def forget_unused(self, name: str) -> None:
@@ -455,11 +451,7 @@ class Queues:
             del self.models[name]
 
     def wait_again(self, ticket: Ticket) -> None:
-        """Add a ticket that left an endpoint, after the tickets that already wait again.
-
-        Args:
-            ticket: the ticket.
-        """
+        """Add a ticket that left an endpoint, after the tickets that already wait again."""
         self._note_again(ticket)
         if ticket.has_token:
             self.of_model(ticket.request.model).continued.add(ticket)

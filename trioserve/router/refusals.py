@@ -85,7 +85,6 @@ def queue_was_full(settings: RouterSettings, queue: Queue, request: RoutedReques
     Args:
         settings: limits of the queue.
         queue: the queue, including the request.
-        request: the request.
         now: time in seconds.
     """
     count, prompt_tokens = queue.count - 1, queue.prompt_tokens - request.prompt_tokens
@@ -149,7 +148,6 @@ def no_endpoint(request: RoutedRequest, back_at: float | None, now: float) -> No
     """Return the error for a request that no endpoint accepts now.
 
     Args:
-        request: the request.
         back_at: time in seconds when the first ejected endpoint of its model may get requests again. None: unknown.
         now: time in seconds.
     """

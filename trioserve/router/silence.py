@@ -187,11 +187,7 @@ class SilenceWatch:
         return losses
 
     def forget(self, response: AwaitedResponse) -> None:
-        """Forget a response that is no longer read.
-
-        Args:
-            response: the response.
-        """
+        """Forget a response that is no longer read."""
         self._doubted.pop(response, None)
 
     # --- identity of the endpoint's process ---

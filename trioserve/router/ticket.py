@@ -99,7 +99,6 @@ class Ticket:
     """One request at the router, from `enter` to `leave`. Times are seconds of the router's clock.
 
     Args:
-        request: the request.
         index: number in the order of arrival.
         entered_at: when the request entered.
         queue_deadline: when its wait in the queue ends, by its own deadline or the router's limit.
@@ -246,9 +245,6 @@ class TicketFollower:
     def check(self, request: RoutedRequest) -> None:
         """Check a request before it enters.
 
-        Args:
-            request: the request.
-
         Raises:
             TrioserveError: the router refuses the request for this reason.
         """
@@ -343,7 +339,6 @@ class QueueDeadlines:
         """Add the deadline of a ticket that begins to wait, for the first time or again.
 
         Args:
-            ticket: the ticket.
             live_count: number of tickets that have not ended.
         """
         heapq.heappush(self._entries, (ticket.queue_deadline, ticket.index, ticket))

@@ -310,7 +310,6 @@ class ModelsBook:
 
         Args:
             number: the model.
-            order: the order.
         """
         model = self.models[number]
         size = model.size_asleep + order.kv_blocks
@@ -343,7 +342,6 @@ class ModelsBook:
 
         Args:
             number: the model.
-            order: the order.
             is_asked: True if an operator requested that the model sleeps.
         """
         model = self.models[number]

@@ -56,11 +56,7 @@ class ReferenceEngine:
         self.model = model
 
     def response(self, request: EngineRequest) -> ReferenceResponse:
-        """Return the response that an engine must give to a request, unless the request is aborted or fails.
-
-        Args:
-            request: the request.
-        """
+        """Return the response that an engine must give to a request, unless the request is aborted or fails."""
         model, sampling = self.model, request.sampling
         digest = model.prefix_digest(request, request.prompt_token_ids)
         known = list(request.prompt_token_ids)
@@ -243,7 +239,7 @@ class Swaps:
         """Return sampled tokens of a response, each with the version of its weights.
 
         Args:
-            sequence_id: the sequence.
+            sequence_id: id of the choice in the core.
             begin: index of the first token.
             end: index after the last token.
         """
@@ -252,11 +248,7 @@ class Swaps:
 
 
 def stamped(delta: Delta) -> list[tuple[int, str]]:
-    """Return the tokens of a delta, each with the version of its weights.
-
-    Args:
-        delta: the delta.
-    """
+    """Return the tokens of a delta, each with the version of its weights."""
     runs: WeightVersions = delta.weight_versions or ((INITIAL_WEIGHTS, len(delta.token_ids)),)
     versions = [version for version, count in runs for _ in range(count)]
     return list(zip(delta.token_ids, versions, strict=True))

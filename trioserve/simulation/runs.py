@@ -169,7 +169,6 @@ def failure_from(error: Exception, script: str) -> Failure:
     From an exception group, the first failed assertion is used, since the other errors may be its effects.
 
     Args:
-        error: the error.
         script: the events so far.
     """
     while isinstance(error, ExceptionGroup):
@@ -208,9 +207,6 @@ class EventSimulation(Generic[World]):
     def apply(self, event: Any) -> None:
         """Apply one event.
 
-        Args:
-            event: the event.
-
         Raises:
             AssertionError: a rule is broken. Exceptions of the simulated code pass through too.
         """
@@ -237,8 +233,6 @@ def apply_events(
     """Apply events, then run the simulation to its end.
 
     Args:
-        simulation: the simulation.
-        events: the events.
         script_of: writes applied events as a script that can be run again.
         trace: receives a line for each event. None: no trace.
     """
@@ -287,7 +281,6 @@ class Runs(Protocol):
         """Return the smallest failure of the same kind that was found.
 
         Args:
-            failure: the failure.
             replays_max: maximum number of runs.
         """
 
@@ -470,7 +463,6 @@ def cut(items: tuple[Item, ...], fails: Callable[[tuple[Item, ...]], bool]) -> t
     """Return a smallest found sublist of the items that still fails.
 
     Args:
-        items: the items.
         fails: returns True if items fail.
     """
     size = max(1, len(items) // 2)
@@ -499,7 +491,6 @@ def shrunk_failure(
     """Return the smallest failure of the same kind that was found.
 
     Args:
-        failure: the failure.
         history: the history that failed.
         replay: runs a history, and returns its failure, or None if it does not fail.
         plainer: simplifies the events of a failing history. Its second argument returns whether a history fails. The

@@ -201,11 +201,7 @@ class ClientsInside(Generic[Stream]):
         return request_id in self._used_ids
 
     def note_abort(self, request_id: str) -> None:
-        """Record that requests are about to be aborted by id.
-
-        Args:
-            request_id: the id.
-        """
+        """Record that requests are about to be aborted by id."""
         for number in self._unfinished(request_id):
             self.note_end(number)
 
@@ -232,7 +228,6 @@ class ClientsInside(Generic[Stream]):
 
         Args:
             abort: abort function of the engine.
-            ids: the ids.
         """
         unfinished = {name: self._unfinished(name) for name in ids}
         outcomes = abort(ids)

@@ -355,7 +355,6 @@ class StoreDatabase:
 
         Args:
             kind: kind of the object.
-            object_id: id of the object.
             owner: return only an object of this owner. None for an object of any owner.
             now: time in seconds since 1970.
         """
@@ -440,7 +439,6 @@ class StoreDatabase:
 
         Args:
             kind: kind of the object.
-            object_id: id of the object.
             owner: read only an object of this owner. None for an object of any owner.
             now: time in seconds since 1970.
             offset: index of the first byte.

@@ -216,7 +216,6 @@ class UnwrittenChanges:
 
         Args:
             kind: kind of the object.
-            object_id: id of the object.
             owner: return only an object of this owner. None for an object of any owner.
             now: time in seconds since 1970.
 

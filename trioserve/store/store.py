@@ -38,7 +38,6 @@ class JobRunner(Protocol):
         """Call a function, and wait for its end even if the caller is cancelled.
 
         Args:
-            function: the function.
             arguments: its arguments.
         """
 
@@ -46,7 +45,6 @@ class JobRunner(Protocol):
         """Call a function. If the caller is cancelled, it returns at once.
 
         Args:
-            function: the function.
             arguments: its arguments.
         """
 
@@ -63,7 +61,7 @@ class Store:
 
     Args:
         runner: calls the database in its thread.
-        database: the database.
+        database: open database. Only the store's thread uses it.
         wall_clock: returns seconds since 1970.
     """
 
@@ -195,7 +193,6 @@ class Store:
 
         Args:
             kind: kind of the object.
-            object_id: id of the object.
             owner: read only an object of this owner. None for an object of any owner.
             offset: index of the first byte.
             size: highest number of bytes to return, 1 to BLOB_PIECE_BYTES_MAX.

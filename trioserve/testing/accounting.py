@@ -171,7 +171,6 @@ class EngineWatch:
         """If a request is cancelled before it has finished, record what the requests of its engine wait for.
 
         Args:
-            engine: the engine.
             request: the request whose scope ends.
         """
         if request.is_finished or not request.choices:

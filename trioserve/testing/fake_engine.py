@@ -336,7 +336,6 @@ async def open_fake_engine(
         next_token: function from the token ids of prompt and output so far to the next token id.
         model: the fake model itself.
         tokenizer: a byte_tokenizer, for example with another chat template.
-        served_model_name: names of the model.
         new_executor: FakeExecutor, or a subclass that checks less.
         connector: makes a KV connector from the executor and from the function that wakes the engine, for example
             ScriptedConnector.

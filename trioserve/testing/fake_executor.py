@@ -79,7 +79,6 @@ class FakeModel:
         """Return the digest of a prefix of this request, with its adapter and the image rows in its prompt.
 
         Args:
-            request: the request.
             token_ids: the first tokens of the request.
         """
         digest = self.root(request)
@@ -95,7 +94,7 @@ class FakeModel:
         """Return the next token that is allowed, or None if no token is allowed.
 
         Args:
-            request: the request.
+            request: request with a seed, and perhaps a grammar.
             tokens: prompt and output so far.
             digest: digest of `tokens`.
             is_allowed: returns True for an allowed token id. None allows all ids. If the result of next_token_id is not
@@ -117,7 +116,7 @@ class FakeModel:
         """Return the token that follows `tokens`.
 
         Args:
-            request: the request.
+            request: request with a seed.
             tokens: prompt and output so far.
             digest: digest of `tokens`.
         """
@@ -354,7 +353,7 @@ class FakeExecutor:
         a block.
 
         Args:
-            request: the request.
+            request: request that owns the blocks.
             block_table: blocks of the request, with NO_BLOCK for positions outside of the sliding window.
             start: first position.
             count: number of positions.

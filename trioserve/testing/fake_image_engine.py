@@ -60,7 +60,6 @@ def latent_after(request: IterativeRequest, steps_done: int) -> int:
     """Return the latent of a request after a number of denoising steps.
 
     Args:
-        request: the request.
         steps_done: number of steps.
     """
     return denoised(request, _encoded(request), steps_done)
@@ -70,7 +69,7 @@ def denoised(request: IterativeRequest, latent: int, steps_done: int) -> int:
     """Return a latent after a number of denoising steps, beginning with step 0.
 
     Args:
-        request: the request.
+        request: request whose seed determines the latent.
         latent: latent before step 0.
         steps_done: number of steps.
     """
@@ -149,18 +148,14 @@ class FakeIterativeExecutor:
             result.partials[request.id] = self.shown(request, latent)
 
     def encoded(self, request: IterativeRequest) -> int:
-        """Return the latent of a request before step 0.
-
-        Args:
-            request: the request.
-        """
+        """Return the latent of a request before step 0."""
         return _encoded(request)
 
     def shown(self, request: IterativeRequest, latent: int) -> object:
         """Return the partial result or the output that corresponds to a latent.
 
         Args:
-            request: the request.
+            request: request whose task determines the size.
             latent: its latent.
         """
         return latent

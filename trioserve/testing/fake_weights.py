@@ -80,11 +80,7 @@ class FakeWeightTarget:
         return _FakeReplacement(self, zlib.crc32(name.encode()))
 
     async def join_group(self, group: WeightGroup) -> None:
-        """Join a group at once. All other members count as present.
-
-        Args:
-            group: the group.
-        """
+        """Join a group at once. All other members count as present."""
         await trio.lowlevel.checkpoint()
         self.groups.add(group.group_name)
 

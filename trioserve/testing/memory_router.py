@@ -530,7 +530,6 @@ class ScriptedEndpoints:
     """A router and its scripted endpoints.
 
     Args:
-        router: the router.
         endpoints: the endpoints by id. The first letter of an id is the role: p for prefill, d for decode, b for both.
             Endpoints whose id begins with w or v report no role.
     """

@@ -492,7 +492,6 @@ class ServedInMemory(MemoryFrontend, Generic[EngineT, AppT]):
     """An engine behind an API and a front end, with clients in memory.
 
     Args:
-        engine: the engine.
         server: the front end.
         app: the API.
         nursery: runs one task per connection.

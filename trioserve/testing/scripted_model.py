@@ -133,7 +133,7 @@ class PreferringModel(FakeModel):
         """Return the most preferred token that is allowed, or None if no token is allowed.
 
         Args:
-            request: the request.
+            request: request with a prompt, and perhaps a grammar.
             tokens: prompt and output so far.
             digest: ignored.
             is_allowed: returns True for an allowed token id. None allows all ids.

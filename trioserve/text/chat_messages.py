@@ -44,7 +44,6 @@ def prepared_messages(
 
     Args:
         prompt: The chat.
-        content_format: Format of the content.
         final_end: Text to append to the final message if the prompt asks to continue that message.
         arguments_are_text: True to keep arguments as JSON text, and to convert other arguments to JSON text.
 

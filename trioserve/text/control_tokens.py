@@ -81,21 +81,13 @@ class StandIns:
         self.mark_after, self.mark_before = chr(first + len(letters)), chr(first + len(letters) + 1)
 
     def of(self, text: str) -> str:
-        """Replace the characters of control tokens in a text by their stand-ins.
-
-        Args:
-            text: The text.
-        """
+        """Replace the characters of control tokens in a text by their stand-ins."""
         if len(text) <= SHORT_CHARACTERS:
             return text.translate(self._to)
         return "".join(part.translate(self._to) for part in in_slices(text))
 
     def undone(self, text: str) -> str:
-        """Replace the stand-ins in a text by the original characters.
-
-        Args:
-            text: The text.
-        """
+        """Replace the stand-ins in a text by the original characters."""
         return "".join(part.translate(self._back) for part in in_slices(text))
 
     def without_escapes(self, text: str) -> str:

@@ -188,9 +188,6 @@ class IncrementalDecoder:
         """Process one more token, and return the text that is now complete.
 
         The returned text is often empty. An unknown id adds nothing.
-
-        Args:
-            token_id: The token.
         """
         if token_id in self._skipped_ids:
             return ""
@@ -263,9 +260,6 @@ class TokenSpan:
 
     def token_count_min(self, text: str) -> int:
         """Return a lower bound of a text's token count. The bound is 0 if no other bound is certain.
-
-        Args:
-            text: The text.
 
         Cost: at most 2 ms per megabyte.
         """

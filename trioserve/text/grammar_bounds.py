@@ -66,7 +66,6 @@ def check_schema(schema: Any, *, param: str) -> None:
     """Check a JSON schema against the bounds of this module, in linear time.
 
     Args:
-        schema: The schema.
         param: Field of the request, for error messages.
 
     Raises:
@@ -124,7 +123,6 @@ def check_lark(grammar: str, *, param: str) -> None:
     """Check the texts, repetitions and schemas of a Lark grammar.
 
     Args:
-        grammar: The grammar.
         param: Field of the request, for error messages.
 
     Raises:
@@ -144,7 +142,6 @@ def check_schemas_within(grammar: str, *, param: str) -> str:
     """Check the schemas in a Lark grammar.
 
     Args:
-        grammar: The grammar.
         param: Field of the request, for error messages.
 
     Returns:
@@ -165,7 +162,6 @@ def with_kept_schemas(grammar: str, ignored: list[str], *, param: str) -> str:
     """Return a Lark grammar with its schemas rewritten for the library.
 
     Args:
-        grammar: The grammar.
         ignored: Receives the paths of keywords that are left out.
         param: Field of the request, for error messages.
 
@@ -186,7 +182,6 @@ def schemas_within(grammar: str, *, param: str) -> list[str]:
     """Return the schemas in a Lark grammar as JSON, each once.
 
     Args:
-        grammar: The grammar.
         param: Field of the request, for error messages.
 
     Raises:

@@ -434,11 +434,7 @@ def _fault_of_forced(matcher: LLMatcher) -> str:
 
 
 def in_one_line(message: str) -> str:
-    """Return a message of the library in one line, without the dump of the parser's state.
-
-    Args:
-        message: The message.
-    """
+    """Return a message of the library in one line, without the dump of the parser's state."""
     line = " ".join(message.partition("<state>")[0].partition("<non-verbose")[0].split())
     if line in UNSATISFIABLE:
         return NOTHING_FITS

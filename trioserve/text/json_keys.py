@@ -259,9 +259,6 @@ def has_free_keys(schema: Any) -> bool:
     """Return True if a schema accepts objects with keys that the schema does not list.
 
     Also returns True if this is uncertain. Then keys may be tracked unnecessarily, at a small cost.
-
-    Args:
-        schema: The schema.
     """
     left = [schema]
     while left:

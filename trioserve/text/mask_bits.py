@@ -59,7 +59,6 @@ def allowed_row(token_ids: Iterable[int], words_per_row: int) -> bytes:
     """Make a row in which only the bits of the given tokens are set.
 
     Args:
-        token_ids: The tokens.
         words_per_row: Number of uint32 words in the row.
     """
     row = bytearray(4 * words_per_row)
@@ -77,7 +76,6 @@ def has_any_bit(address: int, token_ids: Iterable[int]) -> bool:
 
     Args:
         address: Memory address of the row.
-        token_ids: The tokens.
     """
     word = ctypes.c_uint32.from_address
     return any(word(address + token_id // 32 * 4).value >> token_id % 32 & 1 for token_id in token_ids)

@@ -59,9 +59,6 @@ class PromptReasoning:
     def begins_inside(self, prompt_token_ids: Sequence[int]) -> bool | None:
         """Find out whether reasoning is open at the end of a prompt.
 
-        Args:
-            prompt_token_ids: Tokens of the prompt.
-
         Returns:
             True if reasoning is open, False if it has ended. None if the last turn of the prompt has no marker.
         """
@@ -113,11 +110,7 @@ class TextFinder:
         self.rest = rest
 
     def after(self, piece: bytes) -> TextFinder:
-        """Return the finder after one more piece. Do not call this method after the text was found.
-
-        Args:
-            piece: The piece.
-        """
+        """Return the finder after one more piece. Do not call this method after the text was found."""
         text = self._tail + piece
         place = text.find(self._wanted)
         if place >= 0:
@@ -217,7 +210,6 @@ class ReasoningState:
         """Return the state after one more token.
 
         Args:
-            token_id: The token.
             piece: Bytes of the token.
             is_end_due: True to end reasoning now, even if its token limit is not reached.
         """

@@ -41,11 +41,7 @@ class TokenPattern:
             self._pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
-        """Iterate over the tokens in a text, in order.
-
-        Args:
-            text: The text.
-        """
+        """Iterate over the tokens in a text, in order."""
         begin = 0
         while self._pattern is not None and begin < len(text):
             end = begin + SLICE_CHARACTERS
@@ -63,7 +59,6 @@ class TokenPattern:
         """Return a text with each token replaced.
 
         Args:
-            text: The text.
             replacement: Returns the new text for a token.
         """
         pieces: list[str] = []
@@ -75,11 +70,7 @@ class TokenPattern:
 
 
 def in_slices(text: str) -> Iterator[str]:
-    """Iterate over a text in slices of SLICE_CHARACTERS characters.
-
-    Args:
-        text: The text.
-    """
+    """Iterate over a text in slices of SLICE_CHARACTERS characters."""
     for begin in range(0, len(text), SLICE_CHARACTERS):
         yield text[begin : begin + SLICE_CHARACTERS]
 

@@ -132,11 +132,7 @@ class JoinedResponse:
         self.take(parts)
 
     def take(self, parts: Iterable[ResponsePart]) -> None:
-        """Add parts. They must be added in the order of the response.
-
-        Args:
-            parts: The parts.
-        """
+        """Add parts. They must be added in the order of the response."""
         for part in parts:
             if isinstance(part, ContentText):
                 self._content.append(part.text)

@@ -222,7 +222,6 @@ def calls_or_json(
     Args:
         tool_family: Family in whose format the calls are written.
         tools: Tools that may be called.
-        schema: The schema.
         may_repeat: True if the response may have several calls.
         special_token_ids: Special tokens of the vocabulary, by their text.
     """
@@ -327,7 +326,7 @@ def with_tool_choice(
     Nothing changes if both are None and no function is strict, or if the sampling parameters force calls already.
 
     Args:
-        prompt: The prompt.
+        prompt: Any prompt. Only a ChatPrompt has tools.
         sampling: Sampling parameters of the request.
         families: Formats in which the model writes reasoning and calls.
         tokenizer: Tokenizer of the model.

@@ -71,9 +71,6 @@ class SchemaLogic:
         """Follow a local reference if the schema has no other keyword.
 
         Return the schema itself if it has another keyword, or if the reference cannot be followed.
-
-        Args:
-            schema: The schema.
         """
         for _ in range(REFERENCES_MAX):
             if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
@@ -87,11 +84,7 @@ class SchemaLogic:
         return schema
 
     def values(self, schema: Schema) -> list[Any] | None:
-        """Return the values that a schema accepts, or None if they cannot be listed.
-
-        Args:
-            schema: The schema.
-        """
+        """Return the values that a schema accepts, or None if they cannot be listed."""
         schema = self.resolved(schema)
         if schema is False:
             return []
@@ -117,7 +110,6 @@ class SchemaLogic:
         Return None if the schema has a keyword that this class does not know.
 
         Args:
-            schema: The schema.
             value: The JSON value.
             depth: Current depth of recursion.
         """
@@ -134,7 +126,6 @@ class SchemaLogic:
         None if no schema can express this.
 
         Args:
-            schema: The schema.
             depth: Current depth of recursion.
         """
         schema = self.resolved(schema)
@@ -314,11 +305,7 @@ class SchemaLogic:
 
 
 def type_names(schema: Schema) -> frozenset[str]:
-    """Return the types that a schema accepts. If "number" is included, "integer" is included, too.
-
-    Args:
-        schema: The schema.
-    """
+    """Return the types that a schema accepts. If "number" is included, "integer" is included, too."""
     if not isinstance(schema, dict):
         return frozenset(TYPES) | {"integer"} if schema is not False else frozenset()
     wanted = schema.get("type")
@@ -350,7 +337,6 @@ def texts_of_pattern(pattern: str, texts_max: int = TEXTS_MAX) -> list[str] | No
     None if there are too many texts, or if they cannot be listed.
 
     Args:
-        pattern: The pattern.
         texts_max: Maximum number of texts to list.
     """
     try:

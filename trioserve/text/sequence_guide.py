@@ -217,7 +217,6 @@ class SequenceGuide:
         """Accept a token while the response may still begin with reasoning or with text of the grammar.
 
         Args:
-            token_id: The token.
             opening: Rest of the opening tag of reasoning.
 
         Returns:

@@ -200,7 +200,6 @@ class PrefixAutomaton:
 
         Args:
             state: The state before the character.
-            character: The character.
 
         Cost: two comparisons on average over a text, and at most the length of the longest stop string.
         """
@@ -217,9 +216,6 @@ class PrefixAutomaton:
         """Return True if a state is a whole stop string that is no prefix of a longer one.
 
         In such a state, no text is held back.
-
-        Args:
-            state: The state.
         """
         return state in self._is_whole
 
@@ -289,7 +285,6 @@ class BadWords:
 
         Args:
             state: The state before the token. The first state is 0.
-            token_id: The token.
         """
         return 0 if self._automaton is None else self._automaton.advance(state, _character(token_id))
 

@@ -30,11 +30,7 @@ FORMATS = (
 
 
 def with_json_options(schema: Any) -> Any:
-    """Return a schema that also specifies the white space of its JSON. Options that the schema already has are kept.
-
-    Args:
-        schema: The schema.
-    """
+    """Return a schema that also specifies the white space of its JSON. Options that the schema already has are kept."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):

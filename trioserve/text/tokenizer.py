@@ -225,7 +225,6 @@ class Tokenizer:
         """Return the token ids of a text.
 
         Args:
-            text: The text.
             add_special_tokens: True to add the begin and end tokens that the model's tokenizer prescribes. Use False
                 for rendered chats, whose template has written these tokens.
 
@@ -341,9 +340,6 @@ class Tokenizer:
         """Return a lower bound of a text's token count, from its length and the longest token.
 
         The bound is 0 if no bound is certain.
-
-        Args:
-            text: The text.
         """
         return self._span.token_count_min(text)
 
@@ -351,7 +347,6 @@ class Tokenizer:
         """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD. Ids without a text are skipped.
 
         Args:
-            token_ids: The ids.
             skip_special_tokens: True to leave out special tokens.
         """
         decoder = self.new_decoder(skip_special_tokens)
@@ -400,9 +395,6 @@ class Tokenizer:
         """Return True if a token is a special token or another added token.
 
         The tokenizer recognizes added tokens as a whole in every text.
-
-        Args:
-            token_id: Id of the token.
         """
         return token_id in self._added_token_ids
 
@@ -410,18 +402,11 @@ class Tokenizer:
         """Return the text of one token, special or not. A partial character becomes U+FFFD.
 
         The text of an unknown id is "".
-
-        Args:
-            token_id: Id of the token.
         """
         return self._pieces[token_id].decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes that one token adds, even if they are only part of a character.
-
-        Args:
-            token_id: Id of the token.
-        """
+        """Return the exact bytes that one token adds, even if they are only part of a character."""
         return self._pieces[token_id]
 
 

@@ -73,7 +73,6 @@ def check_tokenizer(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
     """Check how much a tokenizer may lengthen a text, the length limit of its words, and its patterns.
 
     Args:
-        tokenizer: The tokenizer.
         source: Path of its file, for error messages.
 
     Raises:
@@ -141,7 +140,6 @@ def check_patterns(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
     """Try the patterns of a tokenizer as the library has read them, except patterns of known families.
 
     Args:
-        tokenizer: The tokenizer.
         source: Path of its file, for error messages.
 
     Raises:

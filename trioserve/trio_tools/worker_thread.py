@@ -282,7 +282,6 @@ async def call_abandonable(function: Callable[..., T], *arguments: Any, thread_n
     Args:
         function: Function to call.
         arguments: Arguments of the function.
-        thread_name: Name of the thread.
     """
     task = trio.lowlevel.current_task()
     token = trio.lowlevel.current_trio_token()

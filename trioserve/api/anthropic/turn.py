@@ -264,7 +264,6 @@ def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams)
     limit of the models for which they were written. A response that ends early reports that the context is full.
 
     Args:
-        body: The body.
         headers: Request headers.
         defaults: The server's default sampling options.
 
@@ -307,7 +306,7 @@ def counted_turn(body: CountTokensBody, defaults: SamplingParams) -> TurnRequest
     """Return the turn for a request that only counts prompt tokens.
 
     Args:
-        body: The body.
+        body: fields of the request, which has no limit of output tokens.
         defaults: The server's default sampling options.
 
     Raises:

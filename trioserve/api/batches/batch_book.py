@@ -71,8 +71,7 @@ class BatchBook:
     """The stored part of one batch. If a write raises StoreFull, StoreFault or BatchGone, nothing has changed.
 
     Args:
-        store: The store.
-        batch_id: Id of the batch.
+        store: Holds the batch, its files and its results.
         owner: Owner of the batch.
         record: State of the batch in the store. The attribute changes when a write has succeeded.
         is_input_shared: Returns True if another unfinished batch needs the same input file.

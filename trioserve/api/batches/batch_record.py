@@ -236,7 +236,6 @@ def batch_object(batch_id: str, record: BatchRecord) -> Batch:
     """Describe a batch in OpenAI's format. Output files are listed after the end of the batch only.
 
     Args:
-        batch_id: Id of the batch.
         record: State of the batch.
     """
     usage = record.usage

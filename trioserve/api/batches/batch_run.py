@@ -56,7 +56,7 @@ class BatchRun:
     """One running batch.
 
     Args:
-        store: The store.
+        store: Holds the batch, its files and its results.
         book: The stored part of the batch.
         settings: Limits.
         serve: Answers an exchange in the owner's name.

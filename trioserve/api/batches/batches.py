@@ -159,8 +159,6 @@ class Batches:
         """Store a batch and begin it.
 
         Args:
-            store: The store.
-            batch_id: Id of the batch.
             owner: Owner of the batch.
             caller: Caller in whose name the lines run.
             record: State of the batch.
@@ -193,9 +191,6 @@ class Batches:
     @contextmanager
     def deleting(self, file_id: str) -> Iterator[str | None]:
         """Refuse new batches that use a file while the file is being deleted.
-
-        Args:
-            file_id: The file.
 
         Yields:
             The id of an unfinished batch that needs the file. Then the file must not be deleted. None if no unfinished
@@ -231,11 +226,7 @@ class Batches:
         )
 
     def input_expires_at(self, file_id: str) -> float | None:
-        """Return the original expiry time of a file that batches keep longer, or None if no batch does.
-
-        Args:
-            file_id: The file.
-        """
+        """Return the original expiry time of a file that batches keep longer, or None if no batch does."""
         times = (
             record.input_expires_at
             for _, record in self._unfinished()
@@ -250,7 +241,6 @@ class Batches:
         cancelled in the store.
 
         Args:
-            store: The store.
             stored: The batch.
         """
         run = self._live.get(stored.id)

@@ -55,8 +55,7 @@ class LineReader:
     """Reads lines in order. Holds one piece of the file and one line in memory.
 
     Args:
-        store: The store.
-        file_id: The file.
+        store: Holds the input file.
         owner: Owner of the file.
         line_bytes_max: Longest line.
         number: Number of the first line to read.
@@ -176,7 +175,6 @@ def line_request(line: InputLine, endpoint: str, *, line_bytes_max: int) -> Line
     """Return the request of a line, or the error of an invalid line.
 
     Args:
-        line: The line.
         endpoint: Path that all lines of the batch must name.
         line_bytes_max: Longest line, for the error.
     """

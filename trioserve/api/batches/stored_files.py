@@ -73,7 +73,6 @@ def put_file(
     """Make the changes that store a file.
 
     Args:
-        file_id: id of the file.
         owner: owner of the file. None: the file has no owner.
         record: properties of the file.
         content: bytes of the file.
@@ -116,8 +115,7 @@ async def read_file(store: Store, file_id: str, owner: str | None, *, param: str
     """Read a file's record. Only its owner can read it.
 
     Args:
-        store: the store.
-        file_id: id of the file.
+        store: holds the file.
         owner: owner of the file. None: the caller sees all files.
         param: field that the error names.
 
@@ -143,7 +141,7 @@ def file_quota(store: Store, owner: str | None, *, to_come: int = 0, kind: str =
     `quota_refused`.
 
     Args:
-        store: the store.
+        store: holds the owner's files.
         owner: owner of the files.
         to_come: number of files that batches of the owner will write.
         kind: kind of stored object.

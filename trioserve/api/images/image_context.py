@@ -226,7 +226,7 @@ class ImageContext(EngineContext):
         with`.
 
         Args:
-            body: The body.
+            body: Request that has the prompt and the priority.
             params: Parameters for the engine.
             deadlines: Deadlines of the request.
 

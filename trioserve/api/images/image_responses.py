@@ -281,7 +281,6 @@ class ImageWriter:
         """Return the bytes before and after the images of a whole response.
 
         Args:
-            response_id: Id of the response.
             model: Served name of the model.
             steps: Denoising steps of all images.
         """

@@ -488,7 +488,6 @@ class Answer:
 
         Args:
             parts: Parts that the turn made of the delta.
-            delta: The delta.
         """
         self.note(delta)
         self._logprobs += delta.logprobs or ()

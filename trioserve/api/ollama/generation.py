@@ -66,7 +66,6 @@ def content_with_images(text: str, images: list[str] | None) -> str | list[dict[
     """Return a message content with the images before the text.
 
     Args:
-        text: The text.
         images: Images as base64, without the prefix of a data URL. Later code detects their format.
     """
     return joined_content([*(image_part(f"data:image/*;base64,{image}") for image in images or ()), text], "\n")
@@ -76,7 +75,6 @@ def chat_messages(messages: list[OllamaMessage], new_call_id: Callable[[str], st
     """Translate messages to OpenAI's chat format.
 
     Args:
-        messages: The messages.
         new_call_id: Returns an id that the model's template accepts, from letters and digits that are unique in the
             conversation.
 
@@ -141,7 +139,6 @@ def sampling_of(body: OllamaAnswerBody, defaults: SamplingParams) -> SamplingPar
     A num_predict that does not fit into the context beside the prompt is reduced.
 
     Args:
-        body: The body.
         defaults: The server's defaults.
 
     Raises:
@@ -182,7 +179,7 @@ def structured_output(body: OllamaAnswerBody) -> StructuredOutput | None:
     """Return the schema for the output, or None for free text.
 
     Args:
-        body: The body.
+        body: Request with the field `format`.
 
     Raises:
         InvalidRequest: The schema is too large or nested too deep.
@@ -231,9 +228,8 @@ def chat_request(body: OllamaChatBody, headers: Headers, engine: Engine, model: 
     """Translate the body of a chat request.
 
     Args:
-        body: The body.
         headers: Request headers.
-        engine: The engine.
+        engine: Engine that will run the request. Its model decides which options exist.
         model: Name of the served model.
 
     Raises:
@@ -258,9 +254,8 @@ def text_request(body: OllamaGenerateBody, headers: Headers, engine: Engine, mod
     The prompt becomes a message of the user, unless the prompt is raw or has a suffix.
 
     Args:
-        body: The body.
         headers: Request headers.
-        engine: The engine.
+        engine: Engine that will run the request. Its model decides which options exist.
         model: Name of the served model.
 
     Raises:

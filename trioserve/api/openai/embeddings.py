@@ -351,7 +351,6 @@ async def add_vectors(
 
     Args:
         large: encodes large lists.
-        vectors: the vectors.
         written: returns the entry of the list, from the vector's index and the vector.
     """
     return await large.add_one_by_one(

@@ -164,11 +164,7 @@ async def abort_request(context: EngineContext) -> None:
 
 
 def unknown_request(request_id: str) -> Refusal:
-    """Make the error (404) for an id that no running request of the caller has.
-
-    Args:
-        request_id: the id.
-    """
+    """Make the error (404) for an id that no running request of the caller has."""
     return refusal(
         "request_not_found",
         f"no request with the id {request_id!r} is known; every response has its id in X-Request-Id",

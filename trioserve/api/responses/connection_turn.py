@@ -78,11 +78,7 @@ class ConnectionSurface(OpenAISurface):
         return self.encode(failed)
 
     def encode(self, event: ResponseEvent | SteeringEvent | ErrorEvent) -> bytes:
-        """Return an event as a message.
-
-        Args:
-            event: The event.
-        """
+        """Return an event as a message."""
         if self._stream_id is not None:
             event.stream_id = self._stream_id
         return encode(event)

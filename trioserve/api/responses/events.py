@@ -61,11 +61,7 @@ Logprobs = Callable[[Delta], list[ChatToken]]
 
 
 def event_bytes(event: ResponseEvent) -> bytes:
-    """Return an event as server-sent event bytes. The event's type is also its SSE name.
-
-    Args:
-        event: The event.
-    """
+    """Return an event as server-sent event bytes. The event's type is also its SSE name."""
     return b"event: " + event.type.encode() + b"\ndata: " + one_line_json(event) + b"\n\n"
 
 
@@ -154,7 +150,6 @@ class ResponseEvents:
 
         Args:
             parts: Parts that the turn made of the delta.
-            delta: The delta.
         """
         events: list[ResponseEvent] = []
         logprobs = self._logprobs_of(delta) if self._logprobs_of is not None and delta.logprobs else []
@@ -246,11 +241,7 @@ class ResponseEvents:
         return [*events, self._event("response.incomplete", response=response)], response
 
     def number(self, event: SteeringEvent) -> SteeringEvent:
-        """Give an event about input for a successor the next number of this response. Return the event.
-
-        Args:
-            event: The event.
-        """
+        """Give an event about input for a successor the next number of this response. Return the event."""
         event.sequence_number = self._number
         self._number += 1
         return event

@@ -69,7 +69,7 @@ async def plan_response(
 
     Args:
         context: The request.
-        body: The body.
+        body: Fields of the request, decoded but not checked against each other.
         response: Id for the response.
         kept: Responses that the caller's connection keeps. None: the request has no connection of its own.
 
@@ -119,7 +119,7 @@ async def plan_prompt(context: RequestContext, body: InputTokensBody) -> TurnReq
 
     Args:
         context: The request.
-        body: The body.
+        body: Fields of the request, decoded but not checked against each other.
 
     Raises:
         TrioserveError: As plan_response.

@@ -132,11 +132,7 @@ class KeptMemory:
             max(self._tables, key=lambda table: table.byte_count).evict()
 
     def forget(self, table: KeptResponses) -> None:
-        """Count a table no more. It has no responses.
-
-        Args:
-            table: The table.
-        """
+        """Count a table no more. It has no responses."""
         self._tables.discard(table)
 
 
@@ -161,11 +157,7 @@ class KeptResponses:
         return len(self._listed)
 
     def find(self, response_id: str) -> KeptResponse | None:
-        """Return a kept response, and count it as used.
-
-        Args:
-            response_id: Id of the response.
-        """
+        """Return a kept response, and count it as used."""
         kept = self._listed.get(response_id)
         if kept is not None:
             self._listed.move_to_end(response_id)
@@ -175,7 +167,6 @@ class KeptResponses:
         """Keep a response. At a bound, the least recently used responses are removed, possibly this one as well.
 
         Args:
-            response_id: Id of the response.
             items: Its own items.
             previous_id: Id of the response that it continues.
             earlier: Items of all earlier responses. They are kept, too, if the connection does not have `previous_id`.

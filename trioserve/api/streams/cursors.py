@@ -90,7 +90,6 @@ class GroupIds:
         """Return events that precede all tokens, with an `id:` line.
 
         Args:
-            events: the events.
             state: state of the API.
         """
         return b"%bid: 0: %b\n\n" % (events[:-1], state)
@@ -100,7 +99,7 @@ class GroupIds:
 
         Args:
             events: all events of the delta. Empty: the next call for this choice also writes the tokens of this delta.
-            choice_index: index of the choice.
+            choice_index: index of the choice, from 0.
             delta: output of the choice.
             state: state of the API, with a space before it. Empty: none.
 

@@ -404,7 +404,6 @@ class LoggedExchange(Exchange):
     Args:
         original: Exchange of the connection that sent the request.
         body: Body of the request.
-        stream: The stream.
     """
 
     def __init__(self, original: Exchange, body: bytes, stream: DetachedStream) -> None:

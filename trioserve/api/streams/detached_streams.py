@@ -132,7 +132,7 @@ class DetachedStreams:
         """Return header fields that describe the stream to a reader. This class adds no fields.
 
         Args:
-            stream: The stream.
+            stream: Detached stream that the response reads.
             reader: Number of the reader, from 1.
         """
         return ()
@@ -249,11 +249,7 @@ class DetachedStreams:
             await self._idle.wait()
 
     async def delete(self, stream: DetachedStream) -> None:
-        """End a stream. Return when its handler has released all resources.
-
-        Args:
-            stream: The stream.
-        """
+        """End a stream. Return when its handler has released all resources."""
         self._remove(stream)
         await stream.over.wait()
 
@@ -414,7 +410,7 @@ class RouterStreams(DetachedStreams):
         """Return the header field with the time limit and the reader's number.
 
         Args:
-            stream: The stream.
+            stream: Stream that the response reads.
             reader: Number of the reader, from 1.
         """
         return ((KEPT_HEADER, f"{self._settings.seconds_max:g};reader={reader}"),)

@@ -115,7 +115,6 @@ class Resumption:
 
         Args:
             sampling: sampling parameters of the request. A seed that the client set is kept.
-            prompt_index: index of the prompt.
         """
         if not self.is_on or sampling.seed is not None:
             return sampling
@@ -123,9 +122,6 @@ class Resumption:
 
     def resume(self, prompt_index: int = 0) -> Resume | None:
         """Return the known output of this prompt's response.
-
-        Args:
-            prompt_index: index of the prompt.
 
         Returns:
             The known output, or None if the response begins here.
@@ -205,7 +201,7 @@ class Resumption:
         """Return a new id for a tool call. Another server makes the same id for the same call.
 
         Args:
-            choice_index: index of the choice.
+            choice_index: index of the choice, from 0.
         """
         count = self._call_counts[choice_index]
         self._call_counts[choice_index] += 1

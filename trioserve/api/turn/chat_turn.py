@@ -250,7 +250,6 @@ class CollectedChoice:
         Args:
             choice: The choice that made the parts.
             parts: The new parts.
-            delta: The delta.
         """
         for part in parts:
             if isinstance(part, ContentText):

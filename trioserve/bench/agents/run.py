@@ -95,7 +95,7 @@ class RowFigures(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             row: name of the row.
             share: KV pool relative to the working set.
-            pool_tokens: tokens of the pool.
+            pool_tokens: size of the server's KV cache, in tokens.
             replies: the responses to all turns.
             seconds: time of the replay.
         """
@@ -216,7 +216,7 @@ def agents_text(report: AgentsReport) -> str:
     """Return a table with one line per server, and what was scaled.
 
     Args:
-        report: the report.
+        report: figures of all servers.
     """
     settings = report.settings
     lines = [
@@ -336,7 +336,7 @@ async def measured_row(
         traffic: the sessions.
         row: name of the row, which says how agents ask.
         share: KV pool relative to the working set.
-        pool_tokens: tokens of the pool.
+        pool_tokens: size of the server's KV cache, in tokens.
         target: the server.
         open_stream: opens a connection. None: as the target says.
     """

@@ -568,7 +568,6 @@ def session_texts(session: Session, seed: int) -> list[str]:
     """Return the text of a session's prefix and of each turn's input. A word is about one token.
 
     Args:
-        session: the session.
         seed: seed of the words.
     """
     counts = [turn.input_tokens for turn in session.turns]

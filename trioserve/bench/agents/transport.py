@@ -144,7 +144,7 @@ def transport_text(report: TransportReport) -> str:
     """Return the figures as a table or as sentences.
 
     Args:
-        report: the report.
+        report: figures of turns or of idle websockets.
     """
     lines = []
     if report.ways:

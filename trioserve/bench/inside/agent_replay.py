@@ -361,7 +361,7 @@ class Scale(msgspec.Struct, frozen=True):
         """Return the blocks of a pool. It holds at least the longest context.
 
         Args:
-            traffic: the traffic.
+            traffic: determines the working set and the longest context.
             share: size relative to the working set.
         """
         tokens = max(share * traffic.working_set_tokens(), traffic.context_tokens_max)

@@ -72,7 +72,7 @@ class ImageRequester:
     """Requests and results, by seed. The seed also chooses the prompt.
 
     Args:
-        engine: the engine.
+        engine: the engine under test.
         steps: default number of denoising steps.
         guidance: guidance scale.
     """
@@ -128,7 +128,6 @@ class ImageRequester:
 
         Args:
             seed: seed of the image.
-            image: the image.
         """
         assert self._made.setdefault(seed, image) == image, f"seed {seed} gave two different images"
 
@@ -263,7 +262,6 @@ class ImageWatch:
 
         Args:
             seed: seed of the request.
-            phase: the phase.
             count: number of passes.
         """
         await self._wait(lambda: sum(seed in one.seeds for one in self.passes if one.phase is phase) >= count)
@@ -432,7 +430,6 @@ async def measure_pipeline(asked: ImageRequester, pipeline: PlainPipeline, count
 
     Args:
         asked: requests and results.
-        pipeline: the pipeline.
         count: number of callers.
     """
     left = [await _leave_pipeline(asked, pipeline, seed) for seed in range(count)]

@@ -261,7 +261,6 @@ def measured(case: ScaleCase, load: float, *, seed: int) -> ScaleFigures:
     """Simulate one case at one load.
 
     Args:
-        case: the case.
         load: load relative to the capacity of all endpoints.
         seed: seed of the traffic.
 

@@ -278,20 +278,12 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def router_json(report: RouterReport) -> bytes:
-    """Return the report as JSON. Its key `figures` has the figures of the text report.
-
-    Args:
-        report: the report.
-    """
+    """Return the report as JSON. Its key `figures` has the figures of the text report."""
     return report_json(report, after={"figures": _figures(report)})
 
 
 def router_text(report: RouterReport) -> str:
-    """Return the report as tables.
-
-    Args:
-        report: the report.
-    """
+    """Return the report as tables."""
     title = f"{report.settings.label}: " if report.settings.label else ""
     flags = " ".join(report.settings.server_flags) or "no flags"
     lines = [f"{title}route with {flags}; {report.machine}, {report.date}"]

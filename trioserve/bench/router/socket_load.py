@@ -178,7 +178,6 @@ def ask(connection: socket.socket, request: WireRequest) -> Response:
 
     Args:
         connection: a connection without a request.
-        request: the request.
     """
     connection.sendall(request.data)
     response = Response()
@@ -209,8 +208,6 @@ def at_a_time(connections: Sequence[socket.socket], request: WireRequest, *, req
     """Send a request many times, on each connection one at a time.
 
     Args:
-        connections: the connections.
-        request: the request.
         requests: number of requests.
 
     Returns:

@@ -138,11 +138,7 @@ class RequestCounts(Protocol[ScopeIn, PartIn]):
         """
 
     def note_all_ended(self, request: ScopeIn) -> None:
-        """Count a request whose last sequence has ended.
-
-        Args:
-            request: the request.
-        """
+        """Count a request whose last sequence has ended."""
 
 
 class AbortingCore(Protocol):
@@ -160,7 +156,6 @@ class WatchesCancels(Protocol[ScopeIn]):
         """Note that a request was ended from outside. This has no effect if the request has already ended.
 
         Args:
-            request: the request.
             ids: the request's sequences in the core, which still have their blocks.
             reason: the finish reason.
         """
@@ -169,7 +164,6 @@ class WatchesCancels(Protocol[ScopeIn]):
         """Note that all blocks of a cancelled sequence are free.
 
         Args:
-            sequence_id: the sequence.
             steps: steps that ended between cancel and release.
             seconds: time between cancel and release.
         """
@@ -245,11 +239,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         return len(self._choices)
 
     def add(self, choice: PartT) -> None:
-        """Note that the sequence of a choice was added to the core.
-
-        Args:
-            choice: the choice.
-        """
+        """Note that the sequence of a choice was added to the core."""
         self._choices[choice.sequence_id] = choice
         choice.request.core_count += 1
 
@@ -259,7 +249,6 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         """Abort all sequences of a request. Nothing more is delivered for the request, and no further sequence begins.
 
         Args:
-            request: the request.
             reason: the finish reason.
         """
         if not request.is_finished:
@@ -286,7 +275,6 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         """Abort all sequences of a request, and push a last delta with the reason for each unfinished choice.
 
         Args:
-            request: the request.
             reason: the finish reason.
             message: message for the reader.
             stop_reason: more specific reason that programs can compare.
@@ -298,11 +286,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
             self._push_last(request, choice, reason, message, stop_reason)
 
     def end_holds(self, request: ScopeT) -> None:
-        """End the holds of a request's blocks.
-
-        Args:
-            request: the request.
-        """
+        """End the holds of a request's blocks."""
 
     def note_left_queue(self, count: int) -> None:
         """Count sequences that were aborted before they reached the core.
@@ -329,11 +313,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         return choices
 
     def note_lost(self, request: ScopeT) -> None:
-        """Count the unfinished choices of a request as lost, because the core has broken.
-
-        Args:
-            request: the request.
-        """
+        """Count the unfinished choices of a request as lost, because the core has broken."""
         now = trio.current_time()
         for choice in request.choices:
             if not choice.is_ended:

@@ -433,9 +433,6 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     async def reopening_failed(self, error: Exception) -> None:
         """Handle an error that happened while the engine was being reopened.
 
-        Args:
-            error: the error.
-
         Raises:
             EngineFault: no further restart is allowed.
         """

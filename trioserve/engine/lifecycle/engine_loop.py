@@ -107,17 +107,12 @@ class StepDelivery(Protocol[PlanIn, Event]):
     """Delivers the results of steps to the requests. All methods are synchronous."""
 
     def on_plan(self, plan: PlanIn) -> None:
-        """Note that a plan is being submitted.
-
-        Args:
-            plan: the plan.
-        """
+        """Note that a plan is being submitted."""
 
     def on_events(self, events: list[Event], step_seconds: float) -> None:
         """Deliver the events of a step, which belongs to the oldest plan in flight.
 
         Args:
-            events: the events.
             step_seconds: duration of the step.
         """
 
@@ -140,7 +135,6 @@ class StepRunnerOf(Protocol[PlanIn, ResultOut]):
         True.
 
         Args:
-            plan: the plan.
             is_abandoned: returns True if the rest of the step need not be computed.
 
         Returns:

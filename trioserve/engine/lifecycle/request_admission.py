@@ -98,9 +98,6 @@ class RequestAdmission:
     def begin(self, request: AnyScope) -> AdmissionScope:
         """Put a request into the queue. It may get its lease at once.
 
-        Args:
-            request: the request.
-
         Returns:
             The admission. The caller must later pass it to the `leave` method of the dispatch.
 
@@ -117,7 +114,6 @@ class RequestAdmission:
         """Wait until the request gets its lease, and mark the lease as used.
 
         Args:
-            request: the request.
             admission: the result of `begin`.
 
         Raises:

@@ -89,7 +89,6 @@ class RequestPart(ABC, Generic[ScopeT]):
     """One of a request's n results (a choice or an image), and its sequence in the core.
 
     Args:
-        request: the request.
         index: index of the choice.
         sequence_id: id of its sequence in the core.
 
@@ -214,11 +213,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         """
 
     def note_read(self, delta: DeltaT) -> None:
-        """Note that the reader has received a delta.
-
-        Args:
-            delta: the delta.
-        """
+        """Note that the reader has received a delta."""
 
     # --- state ---
 
@@ -396,11 +391,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
             alarm.cancel()
 
     def push(self, delta: DeltaT) -> None:
-        """Push a delta to the reader. The delta is merged with an unread delta of the same choice.
-
-        Args:
-            delta: the delta.
-        """
+        """Push a delta to the reader. The delta is merged with an unread delta of the same choice."""
         index, pending = delta.index, self._pending
         if delta.finish_reason is not None:
             delta = self.trace.ended(delta)
@@ -418,11 +409,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
             reschedule(self._waiting.pop(), NONE_OUTCOME)
 
     def fail(self, error: Exception) -> None:
-        """Fail the request. The reader gets the earlier deltas first, and then the error.
-
-        Args:
-            error: the error.
-        """
+        """Fail the request. The reader gets the earlier deltas first, and then the error."""
         self.preparation.cancel()
         for choice in self.choices:
             choice.is_ended = True

@@ -42,7 +42,7 @@ class RequestTrace:
         """Note that the request is tokenized and was added to the core.
 
         Args:
-            prompt_tokens: tokens of the prompt.
+            prompt_tokens: number of prompt tokens.
         """
 
     def runs(self) -> None:
@@ -71,9 +71,6 @@ class RequestTrace:
     def ended(self, delta: DeltaT) -> DeltaT:
         """Note the last delta of a choice or image.
 
-        Args:
-            delta: the delta.
-
         Returns:
             The delta. If another engine will read the KV, the delta then contains the trace context.
         """
@@ -83,7 +80,7 @@ class RequestTrace:
         """Note that the caller's scope has ended.
 
         Args:
-            prompt_tokens: tokens of the prompt.
+            prompt_tokens: number of prompt tokens, 0 if the request was not tokenized.
             completion_tokens: sampled tokens.
             cached_tokens: prompt tokens found in the prefix cache.
         """
@@ -248,7 +245,6 @@ def request_span(
 
     Args:
         tracer: creates the span.
-        request: the request.
         operation: operation name from OpenTelemetry's conventions for generative AI.
         model_name: name of the model or adapter.
         attributes: further attributes.

@@ -155,11 +155,7 @@ class Readmission(Generic[ScopeT]):
         self.look()
 
     def admit(self, request: ScopeT) -> None:
-        """Begin a new request. While the first suspect runs alone, the new request waits instead.
-
-        Args:
-            request: the request.
-        """
+        """Begin a new request. While the first suspect runs alone, the new request waits instead."""
         if self._is_alone:
             self._others.append(request)
             self.look()

@@ -298,9 +298,6 @@ MICROSECONDS = 1_000_000
 def step_trace(steps: Iterable[StepTime]) -> bytes:
     """Encode steps as a trace. Times are microseconds since the first step.
 
-    Args:
-        steps: the steps.
-
     Cost:
         Some milliseconds per thousand steps. Call it in a worker thread.
     """

@@ -142,11 +142,7 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def check(self, request: ScopeT) -> None:
-        """Raise InvalidRequest if this engine cannot serve the request. Called before any resource is acquired.
-
-        Args:
-            request: the request.
-        """
+        """Raise InvalidRequest if this engine cannot serve the request. Called before any resource is acquired."""
         ...
 
     def begin(self, request: ScopeT, *, is_waiting: bool) -> list[Any]:
@@ -154,50 +150,34 @@ class Work(Protocol[ScopeT, PartsT]):
         request's trace, and acquire the resources that the request needs from the start.
 
         Args:
-            request: the request.
             is_waiting: True if the request has no lease yet.
         """
         ...
 
     async def prepare(self, request: ScopeT) -> None:
-        """Compute the input of the request's sequences. Called when the request has its lease.
-
-        Args:
-            request: the request.
-        """
+        """Compute the input of the request's sequences. Called when the request has its lease."""
         ...
 
     def sequences(self, request: ScopeT) -> Sequence[tuple[Any, Any]]:
         """Return each choice that has not ended, with its sequence for the core.
 
         Args:
-            request: the request.
+            request: a prepared request.
         """
         ...
 
     def release(self, request: ScopeT) -> None:
         """Release the resources of a request that has no sequence in the core any more. This may be called more than
         once.
-
-        Args:
-            request: the request.
         """
         ...
 
     def keeps_hold(self, request: ScopeT) -> bool:
-        """Return True if blocks of a request stay held for another engine after its scope has ended.
-
-        Args:
-            request: the request.
-        """
+        """Return True if blocks of a request stay held for another engine after its scope has ended."""
         ...
 
     def gives_away(self, request: ScopeT) -> bool:
-        """Return True if the request is handed over to another engine. The call starts the hand-over if it is possible.
-
-        Args:
-            request: the request.
-        """
+        """Hand the request over to another engine. Return False if this is not possible."""
         ...
 
     def use_weights(self, version: str | None, *, recomputes: bool = False) -> None:
@@ -210,11 +190,7 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def note_left(self, request: ScopeT) -> None:
-        """Note that the scope of a request has ended, and none of its blocks are held.
-
-        Args:
-            request: the request.
-        """
+        """Note that the scope of a request has ended, and none of its blocks are held."""
         ...
 
     def note_leaving(self) -> None:

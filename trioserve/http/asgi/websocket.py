@@ -227,11 +227,7 @@ class AsgiWebSocket(WebSocket):
     # --- methods for the exchange ---
 
     def arrived(self, message: str | bytes) -> None:
-        """Keep a message of the client for the handler.
-
-        Args:
-            message: the message.
-        """
+        """Keep a message of the client for the handler."""
         if self.is_closed:
             return
         byte_count = len(message.encode("utf-8")) if isinstance(message, str) else len(message)

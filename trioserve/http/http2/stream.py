@@ -87,11 +87,7 @@ class StreamOwner(Protocol):
         """Return the time of day, in seconds since 1970."""
 
     def new_websocket(self, stream: H2Stream) -> FramedWebSocket:
-        """Create the websocket that a stream opens.
-
-        Args:
-            stream: the stream.
-        """
+        """Create the websocket that a stream opens."""
 
     def start_task(self, run: Callable[[], Awaitable[None]]) -> None:
         """Start a task that ends before the connection does.
@@ -524,9 +520,6 @@ class H2Outbox:
 
     def end_at_once(self, stream: H2Stream) -> bool:
         """Frame all bytes of a stream and its end, ahead of the other streams.
-
-        Args:
-            stream: the stream.
 
         Returns:
             False if the windows do not allow this now. Then nothing is framed.

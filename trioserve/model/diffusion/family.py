@@ -206,9 +206,6 @@ class Family(Protocol):
 def prompt_of(task: ImageTask) -> str:
     """Return the text prompt of a task.
 
-    Args:
-        task: the task.
-
     Raises:
         BadTask: the prompt is the number of a class.
     """

@@ -290,11 +290,7 @@ class ClientLeftNotices:
         self._keepers.add(id)
 
     def send(self, notice: ClientLeftNotice | SessionEndNotice) -> None:
-        """Send a notice in the background. This never waits.
-
-        Args:
-            notice: The notice.
-        """
+        """Send a notice in the background. This never waits."""
         if self._nursery is None or self._pending_count >= PENDING_MAX:
             self.on_dropped()
             return

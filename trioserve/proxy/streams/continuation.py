@@ -345,7 +345,7 @@ class Continuation:
             id: Endpoint that failed.
             admission: Admission of the request.
             fault: Kind of the failure.
-            failure: The failure.
+            failure: How the endpoint failed.
             is_certain: Whether the endpoint itself reported the failure.
 
         Returns:

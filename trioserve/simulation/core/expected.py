@@ -105,12 +105,7 @@ def _watched(rows: GuidedRows) -> WatchedGuide:
 
 
 def state_behind(automaton: Automaton, token_ids: Sequence[int]) -> int:
-    """Return the automaton's state after some tokens. A stop token at the end does not change the state.
-
-    Args:
-        automaton: the automaton.
-        token_ids: the tokens.
-    """
+    """Return the automaton's state after some tokens. A stop token at the end does not change the state."""
     state = 0
     for token_id in token_ids:
         state = dict(automaton[state]).get(token_id, state)
@@ -123,7 +118,6 @@ def forced_count(automaton: Automaton, response: Sequence[int], count: int) -> i
     A token is forced if the automaton allows no other token at its position.
 
     Args:
-        automaton: the automaton.
         response: tokens of the response.
         count: number of tokens that come before the forced ones.
     """
@@ -172,7 +166,7 @@ class ExpectedSequence:
     """Expected state of one sequence.
 
     Args:
-        request: the request.
+        request: the request as it was added to the core.
         arrival_index: number of the arrival.
         response: the whole expected response. It includes tokens that were known at the arrival.
 
@@ -279,11 +273,7 @@ class ExpectedSequence:
         return samples and (self.request.pooling is not None or self.output_count + 1 == self.request.output_tokens_max)
 
     def take_chunk(self, chunk: ScheduledChunk) -> None:
-        """Check a chunk that the next step computes, and record it.
-
-        Args:
-            chunk: the chunk.
-        """
+        """Check a chunk that the next step computes, and record it."""
         name = self.request.id
         assert self.is_running, f"{name} is computed, but was never admitted"
         assert self.aborted_for is None, f"{name} is computed after its abort"
@@ -395,11 +385,7 @@ class ExpectedSequence:
         return count
 
     def take(self, event: EngineEvent) -> None:
-        """Check an event of the core.
-
-        Args:
-            event: the event.
-        """
+        """Check an event of the core."""
         name = self.request.id
         assert self.finished is None, f"{name} has finished, but gets {event}"
         if type(event) is RequestFinished:

@@ -56,8 +56,7 @@ class SessionWatch:
         """Let the core open a session, or change the retention of an open one.
 
         Args:
-            core: the core.
-            event: the event.
+            event: event of the history, with id and retention.
             now: time in seconds.
         """
         retention = Retention(weight=event.weight, idle_seconds=event.idle, tenant=event.tenant)
@@ -70,8 +69,7 @@ class SessionWatch:
         """Let the core end a session, which need not be open.
 
         Args:
-            core: the core.
-            event: the event.
+            event: event of the history, with the id.
             now: time in seconds.
         """
         before = core.stats()
@@ -86,8 +84,7 @@ class SessionWatch:
         """Let the core note that the next turn of a session is expected. The session need not be open.
 
         Args:
-            core: the core.
-            event: the event.
+            event: event of the history, with the id and the expected time.
             now: time in seconds.
         """
         core.hint_session(event.id, event.seconds, now)
@@ -133,7 +130,7 @@ class SessionWatch:
         """Return the blocks that open sessions retain, and may still retain at the given time.
 
         Args:
-            core: the core.
+            core: the core under test.
             now: time in seconds.
         """
         retained: set[int] = set(core.pool.order.retained_blocks())
@@ -214,7 +211,7 @@ class SessionWatch:
         """Return True if a request needs blocks of other sessions that may return, none of which has a worse priority.
 
         Args:
-            core: the core.
+            core: the core under test.
             entry: a request of a session.
         """
         own = self._session_of[entry.request.id]

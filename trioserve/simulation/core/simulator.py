@@ -156,11 +156,7 @@ class Simulation(EventSimulation[World]):
         self._deadlines: list[tuple[float, int, str]] = []
 
     def apply(self, event: Event) -> None:
-        """Apply one event. Raise AssertionError if a rule is broken. Errors of the core pass through.
-
-        Args:
-            event: the event.
-        """
+        """Apply one event. Raise AssertionError if a rule is broken. Errors of the core pass through."""
         _HANDLERS[type(event)](self, event)
         if type(event) not in _CHECKED_ELSEWHERE:
             self._check()

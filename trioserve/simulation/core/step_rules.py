@@ -36,7 +36,7 @@ def check_begun_step(
     """Assert the rules of one step.
 
     Args:
-        core: the core.
+        core: the core under test, after `schedule`.
         plan: the step.
         live: sequences that have not ended, in order of arrival. Their `is_running` already follows the plan, but
             their chunks of this step are not recorded yet.
@@ -135,7 +135,6 @@ def check_no_step_ahead(core: EngineCore, live: Mapping[str, ExpectedSequence]) 
     guide of a request has not accepted the token of the step in flight yet.
 
     Args:
-        core: the core.
         live: sequences that have not ended.
     """
     is_apart = core.settings.steps_apart
@@ -311,7 +310,7 @@ def block_count(core: EngineCore, entry: ExpectedSequence) -> int:
     """Return the most blocks that a request has at the same time until all of its known tokens are computed.
 
     Args:
-        core: the core.
+        core: the core under test, for its settings.
         entry: the request.
     """
     if not core.settings.keeps_kv:
@@ -383,7 +382,7 @@ def check_nobody_could_start(
     than the pool has, is behind such a request, waits for its KV, or is deferred.
 
     Args:
-        core: the core.
+        core: the core under test, after `schedule`.
         may_load: returns True if a request could load KV. Such a request may wait until fewer requests load KV.
         may_defer: returns True if a request needs blocks of sessions that may return.
         awaits_prefetch: returns True if a prefetch loads the prefix of a request.

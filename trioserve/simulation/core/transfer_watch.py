@@ -125,7 +125,6 @@ class TransferWatch:
         """Return True if a request may wait, because its session's prefetch loads its prefix.
 
         Args:
-            request: the request.
             known: the request's known tokens.
         """
         for load in self.prefetches():
@@ -170,8 +169,6 @@ class TransferWatch:
         """Pass the connector's report to the core, at once or when the core asks.
 
         Args:
-            core: the core.
-            report: the report.
             live: sequences that have not ended.
             now: the time.
 
@@ -188,7 +185,6 @@ class TransferWatch:
         """Let the core ask for the waiting reports, and return the core's events.
 
         Args:
-            core: the core.
             now: the time.
         """
         self._asked_at = now
@@ -252,7 +248,6 @@ class TransferWatch:
         """Assert that the core keeps the contract of connectors. Call this method at any time.
 
         Args:
-            core: the core.
             now: the time.
         """
         connector = self.connector
@@ -298,11 +293,7 @@ class TransferWatch:
         )
 
     def check_params(self, event: RequestFinished) -> None:
-        """Check that the event for a request's end contains the transfer parameters of the held blocks.
-
-        Args:
-            event: the event.
-        """
+        """Check that the event for a request's end contains the transfer parameters of the held blocks."""
         name = event.request_id
         expected = self.connector.params.get(name) if name in self.connector.finished else None
         assert event.kv_transfer == expected, (

@@ -404,9 +404,6 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
     def apply(self, event: IterativeSimulationEvent) -> None:
         """Apply one event.
 
-        Args:
-            event: the event.
-
         Raises:
             AssertionError: a contract is broken. Exceptions of the core pass through too.
         """

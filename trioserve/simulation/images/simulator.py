@@ -75,11 +75,7 @@ class ImageBook:
         self._last = last
 
     def take(self, delta: ImageDelta) -> None:
-        """Record a delta, and assert that it is an expected one.
-
-        Args:
-            delta: the delta.
-        """
+        """Record a delta, and assert that it is an expected one."""
         shown_delta = f"{self.name}: {_shown(delta)}"
         assert delta.index == self._index, f"{shown_delta} belongs to image {delta.index}"
         assert self.end is None, f"{shown_delta} comes after its end"
@@ -118,7 +114,6 @@ class ImagesSimulation(TracedRun):
     """Runs one plan.
 
     Args:
-        plan: the plan.
         trace: called with a line for each effect.
     """
 

@@ -458,8 +458,7 @@ class StageRequest:
     """A request that the router has sent to an engine, and the router's end of its connection.
 
     Args:
-        router: the router.
-        client: the client.
+        client: client that gets the response.
         kind: the stage.
         host: the engine.
     """
@@ -494,7 +493,7 @@ class PairRouter:
 
     Args:
         world: settings of both engines.
-        network: the network.
+        network: connects the router with both engines.
         hosts: both engines.
         clock: returns the simulated time.
         count: counts occurrences by name.
@@ -519,7 +518,6 @@ class PairRouter:
         """Send a stage of the client's request to an engine.
 
         Args:
-            client: the client.
             kind: the stage.
             host: the engine.
             params: for a decode, the transfer parameters of the prompt's KV.
@@ -569,7 +567,6 @@ class PairRouter:
         """Handle the loss or refusal of a stage. If the client has no token yet, the other engine computes the request.
 
         Args:
-            stage: the stage.
             is_refused: True if the engine refused the stage.
         """
         client = stage.client
@@ -586,11 +583,7 @@ class PairRouter:
         self.begin(client, "whole", "decode" if stage.kind == "prefill" else "prefill")
 
     def end_stage(self, client: Client) -> None:
-        """Close the connection of the client's stage, which ends its computation.
-
-        Args:
-            client: the client.
-        """
+        """Close the connection of the client's stage, which ends its computation."""
         assert client.stage is not None
         connection = client.stage.connection
         if connection is not None:
@@ -601,11 +594,7 @@ class PairRouter:
             self._network.close(connection, ROUTER)
 
     def release(self, client: Client) -> None:
-        """Release the blocks that are held for the client, because no decode will read them.
-
-        Args:
-            client: the client.
-        """
+        """Release the blocks that are held for the client, because no decode will read them."""
         host = self._hosts["prefill"]
         if client.prefilled is not None and host.is_up:
             connection = self._network.open({ROUTER: OneMessageEnd(), host.name: host})

@@ -82,9 +82,6 @@ class PairSimulation(EventSimulation[PairWorld]):
     def apply(self, event: PairEvent) -> None:
         """Apply one event.
 
-        Args:
-            event: the event.
-
         Raises:
             AssertionError: a contract is broken. Exceptions of an engine pass through too.
         """

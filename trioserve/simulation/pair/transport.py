@@ -62,7 +62,6 @@ class Connection:
 
         Args:
             party: the sender.
-            message: the message.
         """
         if self.is_open and not self.is_dead:
             self.ways[self.other(party)].append(message)
@@ -121,7 +120,6 @@ class Network:
         it is not notified.
 
         Args:
-            connection: the connection.
             party: the party that closes the connection.
         """
         if not connection.is_open:
@@ -141,7 +139,6 @@ class Network:
         Each party that has not closed the connection is notified. A stopped party is notified when it continues.
 
         Args:
-            connection: the connection.
             why: the reason.
         """
         was_open, connection.is_open = connection.is_open, False
@@ -160,7 +157,6 @@ class Network:
         """End a connection on which a party has waited for too long.
 
         Args:
-            connection: the connection.
             party: the party that gives up.
         """
         self.broken_count += 1
@@ -320,7 +316,7 @@ class PairTransport:
         engine_id: the engine's id.
         executor: the engine's executor.
         chunk_tokens: number of tokens per chunk.
-        network: the network.
+        network: connects both engines, and loses or delays messages.
         timers: timers of the engine.
         clock: returns the simulated time.
         listener_at: returns the listener of an engine, or None if the engine does not listen.
@@ -373,11 +369,7 @@ class PairTransport:
             notifier.notify_now()
 
     def bring(self, load: Load) -> None:
-        """Make one attempt to load the missing chunks of a load.
-
-        Args:
-            load: the load.
-        """
+        """Make one attempt to load the missing chunks of a load."""
         if not load.is_alive:
             return
         far = self.open(load.origin.source, bringing := Bringing(self, load))
@@ -412,7 +404,6 @@ class PairTransport:
 
         Args:
             connection: the connection of the message.
-            message: the message.
         """
         if isinstance(message, Asked):
             self._serve(connection, message)
@@ -440,11 +431,7 @@ class PairTransport:
 
 
 class Holding:
-    """The end of a connection at the engine that holds blocks. It passes all messages to the transport.
-
-    Args:
-        transport: the transport.
-    """
+    """The end of a connection at the engine that holds blocks. It passes all messages to the transport."""
 
     def __init__(self, transport: PairTransport) -> None:
         self._transport = transport
@@ -507,7 +494,6 @@ class Bringing:
 
     Args:
         transport: the reader's transport.
-        load: the load.
     """
 
     def __init__(self, transport: PairTransport, load: Load) -> None:

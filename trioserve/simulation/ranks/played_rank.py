@@ -272,7 +272,6 @@ class PlayedGroup(Protocol):
         """Inject the fault that the plan has for a rank at this moment of the rank's work.
 
         Args:
-            rank: the rank.
             moment: the moment that the rank has reached.
 
         Raises:
@@ -283,7 +282,6 @@ class PlayedGroup(Protocol):
         """Wait until all ranks have arrived at a step.
 
         Args:
-            rank: the rank.
             serial: serial of the step.
             view: True if this rank knows that the step is abandoned.
 
@@ -298,7 +296,6 @@ class PlayedGroup(Protocol):
         """Record that a rank begins a step.
 
         Args:
-            rank: the rank.
             plan: the step.
         """
 
@@ -306,7 +303,6 @@ class PlayedGroup(Protocol):
         """Record which tokens a rank has chosen.
 
         Args:
-            rank: the rank.
             serial: serial of the step.
             digest: digest of the tokens, or None if the step was abandoned.
         """
@@ -315,7 +311,6 @@ class PlayedGroup(Protocol):
         """Record that a rank was notified of an abandoned step.
 
         Args:
-            rank: the rank.
             serial: serial of the step.
         """
 
@@ -326,7 +321,6 @@ class PlayedGroup(Protocol):
         """Return the reason why a rank refuses weights.
 
         Args:
-            rank: the rank.
             path: path of the weights.
 
         Returns:
@@ -337,7 +331,6 @@ class PlayedGroup(Protocol):
         """Record that a rank is about to write weights.
 
         Args:
-            rank: the rank.
             path: path of the weights.
         """
 

@@ -123,7 +123,6 @@ class RanksSimulation(TracedRun):
     """Runs one plan.
 
     Args:
-        plan: the plan.
         trace: called with a line for each effect.
     """
 

@@ -199,7 +199,6 @@ class ContinuedBook:
 
         Args:
             entry: the request.
-            endpoints: the endpoints.
         """
         entry.is_on_trial = entry.is_condemned = False
         is_any_unknown = False
@@ -230,7 +229,7 @@ class ContinuedBook:
 
         Args:
             entry: the request.
-            endpoints: the endpoints.
+            endpoints: books of all endpoints, by id.
             is_served: True if an endpoint serves the stream's model.
         """
         world = self._world

@@ -254,7 +254,6 @@ class ExpectedRequest:
 
     Args:
         name: name of the request.
-        request: the request.
         index: number of the arrival.
         wait_ends_at: time at which the router ends the request's wait.
 

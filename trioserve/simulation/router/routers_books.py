@@ -211,7 +211,6 @@ class RoutersBooks:
         """Record that a router is gone, after its leases were taken back.
 
         Args:
-            router: the router.
             now: the current time.
         """
         del self._began_at[router]
@@ -238,8 +237,7 @@ class RoutersBooks:
         """Record a share that a router has computed.
 
         Args:
-            router: the router.
-            endpoint: the endpoint.
+            endpoint: id of the endpoint whose limit is divided.
             share: number of leases that the router may grant at this endpoint.
             now: the current time.
         """
@@ -257,7 +255,6 @@ class RoutersBooks:
         """Check that the shares of an endpoint add up to its limit, once the routers are settled.
 
         Args:
-            endpoint: the endpoint.
             now: the current time.
         """
         if now < self.settled_at or not self._began_at:
@@ -273,8 +270,7 @@ class RoutersBooks:
         """Record a load report that a router got.
 
         Args:
-            router: the router.
-            endpoint: the endpoint.
+            endpoint: id of the endpoint that sent the report.
             count: number of requests at the endpoint.
             sent_before: time up to which the requests that this router sent are included in `count`.
             now: the current time.
@@ -290,8 +286,7 @@ class RoutersBooks:
         """Record a lease that a router grants.
 
         Args:
-            router: the router.
-            endpoint: the endpoint.
+            endpoint: id of the endpoint that will compute the request.
             number: the request.
             now: the current time.
         """
@@ -319,8 +314,6 @@ class RoutersBooks:
         """Check that a request has a reason to wait at a router that has just got news of an endpoint.
 
         Args:
-            router: the router.
-            endpoint: the endpoint.
             now: the current time.
         """
         mine = len(self._leases.get((router, endpoint), ()))
@@ -354,7 +347,6 @@ class RoutersBooks:
         The first requests of all routers arrive at the same time, while all endpoints are idle.
 
         Args:
-            router: the router.
             endpoint: the chosen endpoint.
         """
         self._first_choices.setdefault(router, endpoint)

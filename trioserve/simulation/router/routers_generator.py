@@ -133,7 +133,6 @@ def drawn_traffic(rng: Random, world: RoutersWorld, traffic: Traffic) -> Iterato
     Args:
         rng: source of random choices.
         world: the settings.
-        traffic: the traffic.
     """
     begins_at, rate = SETTLED_SECONDS, traffic.rate(world)
     incidents: list[RoutersEvent] = []

@@ -128,11 +128,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         self._refusals: dict[str, int] = {}
 
     def apply(self, event: RouterEvent) -> None:
-        """Apply one event. Raise AssertionError if a rule is broken. Errors of the core pass through.
-
-        Args:
-            event: the event.
-        """
+        """Apply one event. Raise AssertionError if a rule is broken. Errors of the core pass through."""
         _HANDLERS[type(event)](self, event)
         self._check()
         self._count("events")

@@ -152,7 +152,7 @@ def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_o
 
     Args:
         family: format of tool calls.
-        prompt: the prompt.
+        prompt: prompt for which the model wrote the response.
         seed: seed of the choice.
         said: output so far. An incomplete character at its end counts as one character.
         is_over: True if no more output comes.
@@ -204,7 +204,7 @@ class CallChoice:
         name: name for error texts.
         tokens: the reference's tokens for this prompt and seed.
         family: format of tool calls.
-        prompt: the prompt.
+        prompt: prompt of the request, which determines the response.
         seed: seed of the choice.
         ids: ids of the tool calls of all choices of the response.
 

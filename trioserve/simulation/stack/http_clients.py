@@ -33,9 +33,9 @@ class HttpClients:
     """All clients over HTTP of one plan.
 
     Args:
-        server: the server.
+        server: server under test.
         asks: the requests.
-        connections: the connections.
+        connections: planned connections. Each sends its requests in order.
         family: format of tool calls.
     """
 

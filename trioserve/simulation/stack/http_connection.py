@@ -328,9 +328,6 @@ class StrictClient:
     def withhold_credit(self, response: Response) -> bool:
         """Grant no further credit for a response.
 
-        Args:
-            response: the response.
-
         Returns:
             False if the protocol has no credit for responses.
         """
@@ -340,7 +337,7 @@ class StrictClient:
         """Grant credit for one more byte. Call this method only for HTTP/2.
 
         Args:
-            response: the response.
+            response: response whose credit is withheld.
         """
         assert isinstance(self._protocol, Http2ClientProtocol)
         self._protocol.give_a_byte(response.number)

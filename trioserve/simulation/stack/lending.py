@@ -47,11 +47,7 @@ TILES = (3, 5, 3, 5)  # number of tiles of each image
 
 
 def prompt_of(client: Client) -> Prompt:
-    """Return the prompt that a client sends.
-
-    Args:
-        client: the client.
-    """
+    """Return the prompt that a client sends."""
     if not client.images:
         return list(client.prompt)
     parts: list[dict[str, Any]] = [{"type": "image", "image": _image(number)} for number in client.images]
@@ -62,7 +58,7 @@ def encoded_prompt(client: Client) -> tuple[tuple[int, ...], tuple[GivenRows, ..
     """Return the model's input: the tokens and the image rows. The digests of the rows have no meaning.
 
     Args:
-        client: the client.
+        client: planned client, with its prompt and images.
     """
     return _encoded(client.prompt, client.images) if client.images else (client.prompt, ())
 
@@ -166,47 +162,30 @@ class Lending:
         """Record that a client is about to enter.
 
         Args:
-            client: the client.
             stream: the client's stream.
         """
         self._loans[client.number] = _Loan(client, stream, self._named.get(client.adapter))
 
     def check_refused(self, client: Client) -> None:
-        """Check that a client was rightly refused because its adapter is not loaded.
-
-        Args:
-            client: the client.
-        """
+        """Check that a client was rightly refused because its adapter is not loaded."""
         assert client.adapter, f"client {client.number} has no adapter"
         assert self._loans[client.number].adapter is None, (
             f"client {client.number} was refused, but {client.adapter} is loaded"
         )
 
     def end(self, client: Client) -> None:
-        """Record that a client has left.
-
-        Args:
-            client: the client.
-        """
+        """Record that a client has left."""
         loan = self._loans.pop(client.number)
         self._leaving = [left for left in (*self._leaving, loan) if left.stream._request.core_count]
 
     def adapter_of(self, client: Client) -> AdapterRef | None:
-        """Return the adapter of a client inside.
-
-        Args:
-            client: the client.
-        """
+        """Return the adapter of a client inside."""
         loan = self._loans[client.number]
         assert not client.adapter or loan.adapter is not None, f"client {client.number} entered without its adapter"
         return loan.adapter
 
     def may_be_ended(self, client: Client) -> bool:
-        """Return True if the client's adapter was unloaded, and the deadline for its requests has passed.
-
-        Args:
-            client: the client.
-        """
+        """Return True if the client's adapter was unloaded, and the deadline for its requests has passed."""
         return trio.current_time() >= self._loans[client.number].deadline
 
     # --- Operators ---

@@ -62,7 +62,6 @@ class StackSimulation(TracedRun):
     """Runs one plan.
 
     Args:
-        plan: the plan.
         trace: receives each line of the trace. None: no trace.
     """
 

@@ -86,7 +86,6 @@ class StoredSimulation(TracedRun):
     """Runs one plan.
 
     Args:
-        plan: the plan.
         trace: called with a line for each effect.
     """
 
@@ -415,7 +414,7 @@ class StoredSimulation(TracedRun):
         """Check the rules that must hold at any time.
 
         Args:
-            server: the server.
+            server: server under test.
         """
         check_core(server.engine.core)
         stage = self.plan.stage
@@ -430,7 +429,7 @@ class StoredSimulation(TracedRun):
         """Check that a step computes no request that should have ended.
 
         Args:
-            server: the server.
+            server: server under test.
             request_ids: requests of the step.
             planned_at: time at which the step was planned.
         """

@@ -259,7 +259,6 @@ class StoredWork:
 
     Args:
         run: the simulation, which receives counts and trace lines.
-        plan: the plan.
         client_of: opens a new connection of an owner to a server.
         left_at: returns the time at which the server began to shut down, or inf before that.
 
@@ -295,7 +294,7 @@ class StoredWork:
         """Make the disk full for some time.
 
         Args:
-            server: the server.
+            server: server under test.
             part: the times of the full disk.
         """
         await trio.sleep(part.at)
@@ -347,7 +346,7 @@ class StoredWork:
         """Upload a file, create a batch, and wait for the end of the batch.
 
         Args:
-            server: the server.
+            server: server under test.
             part: the batch.
         """
         await trio.sleep(part.at)
@@ -416,7 +415,7 @@ class StoredWork:
         """Wait for a response, and check that the store has it.
 
         Args:
-            server: the server.
+            server: server under test.
             part: the response.
         """
         await trio.sleep(part.at)
@@ -442,7 +441,7 @@ class StoredWork:
         """Check that final states have not changed, and are written if the disk has room. All clients must have left.
 
         Args:
-            server: the server.
+            server: server under test.
         """
         if math.isinf(self._room_at):
             await self._check_ends(server)

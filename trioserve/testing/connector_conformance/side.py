@@ -271,7 +271,6 @@ class Side:
         """End a request, and free its blocks unless the connector holds them.
 
         Args:
-            request: the request.
             blocks: its block table.
             tokens: its tokens.
             reason: why it ended.
@@ -430,8 +429,6 @@ def is_same(found: KV, expected: KV, found_dtype: str, expected_dtype: str) -> b
     Args:
         found: the content that was read.
         expected: the expected content.
-        found_dtype: dtype of `found`.
-        expected_dtype: dtype of `expected`.
     """
     if found_dtype == expected_dtype:
         return found == expected

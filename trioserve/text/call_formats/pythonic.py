@@ -84,11 +84,7 @@ def tagged_list(closing: str) -> CallReader:
 
 
 def python_lines(closing_tag: str) -> CallReader:
-    """Return a parser generator for one call per line between two tags. The opening tag was already read.
-
-    Args:
-        closing_tag: The closing tag.
-    """
+    """Return a parser generator for one call per line between two tags. The opening tag was already read."""
 
     def read(reading: CallReading) -> Script[None]:
         source = reading.source

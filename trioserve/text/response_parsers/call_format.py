@@ -116,11 +116,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     write: Callable[[WholeCall], str] | None = None
 
     def written(self, calls: Sequence[WholeCall]) -> str:
-        """Return the text that a model of the family writes for calls. "" if there are no calls.
-
-        Args:
-            calls: The calls.
-        """
+        """Return the text that a model of the family writes for calls. "" if there are no calls."""
         if not calls:
             return ""
         texts = [self.write(call) if self.write else self._written(call) for call in calls]
@@ -132,11 +128,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arguments_of(tool: OfferedTool) -> JsonOf:
-    """Return the piece for all arguments of a tool: an object that its schema accepts.
-
-    Args:
-        tool: The tool.
-    """
+    """Return the piece for all arguments of a tool: an object that its schema accepts."""
     schema = dict(tool.parameters or {})
     if "$ref" not in schema:
         schema.setdefault("type", "object")
@@ -151,7 +143,6 @@ def json_call(
     Args:
         before: Text before the object.
         after: Text after the object.
-        arguments_key: Key of the arguments.
 
     Returns:
         A function for CallFormat.call.
@@ -169,7 +160,6 @@ def without_trigger(pieces: Sequence[Piece], trigger: str) -> list[Piece]:
 
     Args:
         pieces: The pieces. The first begins with the trigger.
-        trigger: The trigger.
     """
     first, *rest = pieces
     assert isinstance(first, str)
@@ -185,7 +175,7 @@ def raw_argument_pieces(
     A string is written without quotes, and any other value as JSON. Arguments are in the order of the schema.
 
     Args:
-        tool: The tool.
+        tool: Called tool, whose schema determines the order and the types of the arguments.
         begin: Returns the text before a value. Its arguments are the argument's name, and True for a string.
         end: Text after a value.
         says_text: True if the text before a value shows whether the value is a string. If False, an argument that may
@@ -214,11 +204,7 @@ def _raw_value_pieces(tool: OfferedTool, name: str, end: str, *, says_text: bool
 
 
 def raw_text(value: object) -> str:
-    """Return a value in the notation of formats with tags: a string without quotes, any other value as JSON.
-
-    Args:
-        value: The value.
-    """
+    """Return a value in the notation of formats with tags: a string without quotes, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

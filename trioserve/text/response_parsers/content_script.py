@@ -48,11 +48,7 @@ class Quotation:
         self._begin_line()
 
     def includes(self, next_character: str) -> bool:
-        """Return True if the next character is part of a quotation.
-
-        Args:
-            next_character: The character.
-        """
+        """Return True if the next character is part of a quotation."""
         if self._run:
             if next_character == self._run[0]:
                 return True

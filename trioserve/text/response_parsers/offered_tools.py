@@ -50,11 +50,7 @@ class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tools_by_name(tools: Iterable[OfferedTool]) -> dict[str, OfferedTool]:
-    """Return tools by name. If several tools have the same name, the last tool counts.
-
-    Args:
-        tools: The tools.
-    """
+    """Return tools by name. If several tools have the same name, the last tool counts."""
     return {tool.name: tool for tool in tools}
 
 

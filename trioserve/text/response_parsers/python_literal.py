@@ -221,11 +221,7 @@ def _json_number(word: str) -> str | None:
 
 
 def json_of_python(text: str) -> str | None:
-    """Convert a whole text to JSON, or return None if the text is not a Python literal.
-
-    Args:
-        text: The text.
-    """
+    """Convert a whole text to JSON, or return None if the text is not a Python literal."""
     literal = PythonLiteral()
     rest = text[literal.scan(text, 0) :]
     literal.end()

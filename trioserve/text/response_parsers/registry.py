@@ -104,10 +104,6 @@ class RunningScript:
     """A script and the source that it reads.
 
     The script reads pushed text at the next `flush` or at the end of the response.
-
-    Args:
-        source: The source.
-        script: The script.
     """
 
     __slots__ = ("_pieces", "_script", "_source")

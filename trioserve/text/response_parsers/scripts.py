@@ -70,11 +70,7 @@ class TextSource:
         self._mark_at = 0
 
     def push(self, piece: str) -> None:
-        """Append a piece of the response.
-
-        Args:
-            piece: The piece.
-        """
+        """Append a piece of the response."""
         if self._marked is not None:
             self._marked.append(self.text[self._mark_at : self.at])
             self._mark_at = 0
@@ -100,11 +96,7 @@ class TextSource:
         return text
 
     def unread(self, text: str) -> None:
-        """Put the text that was read last back into the source. The text is also removed from the recording.
-
-        Args:
-            text: The text.
-        """
+        """Put the text that was read last back into the source. The text is also removed from the recording."""
         if self._marked is not None:
             self._marked.append(self.text[self._mark_at : self.at])
             self._mark_at = 0
@@ -142,9 +134,6 @@ class TextSource:
 
     def expect(self, text: str) -> Script[None]:
         """Read exactly the given text, or raise an exception.
-
-        Args:
-            text: The text.
 
         Raises:
             NotACall: A different text follows.

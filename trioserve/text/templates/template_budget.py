@@ -103,9 +103,6 @@ class Budget:
     def hold_value(self, value: object) -> None:
         """Charge the memory of a created value, without the values that it contains, which were charged before.
 
-        Args:
-            value: The value.
-
         Raises:
             TemplateTooCostly: The value is too large a number, or the budget is used up.
         """
@@ -128,9 +125,6 @@ def printed_size(value: object) -> int:
 
     A list that a value contains several times is counted each time, since it is also printed and compared each time.
 
-    Args:
-        value: The value.
-
     Raises:
         TemplateTooCostly: The size exceeds VALUE_CHARACTERS_MAX.
     """
@@ -141,7 +135,6 @@ def json_size(value: object, *, escapes_all: bool) -> int:
     r"""Return an approximate upper bound of the length of a value's JSON.
 
     Args:
-        value: The value.
         escapes_all: True if characters other than ASCII are written as \uXXXX. Beyond the basic plane, this is two such
             escapes.
 

@@ -181,7 +181,6 @@ def charge_search(item: Any, container: Any) -> None:
     """Charge a search for an item in a container.
 
     Args:
-        item: The item.
         container: A text, dictionary, list or other container.
 
     Raises:
@@ -209,9 +208,6 @@ def _search_size(text: str, sought: object) -> int:
 
 def charge_key(key: Any) -> Any:
     """Charge the use of a value as a dictionary key, and return the value.
-
-    Args:
-        key: The key.
 
     Raises:
         TemplateTooCostly: The key is a tuple that contains a tuple, which Python hashes without checking its stack.
@@ -658,7 +654,6 @@ def charge_json(value: Any, *, ensure_ascii: bool, indent: object, separators: o
     """Charge the conversion of a value to JSON. The arguments are those of json.dumps.
 
     Args:
-        value: The value.
         ensure_ascii: True if characters other than ASCII are escaped.
         indent: Number of spaces, text of one indentation, or None.
         separators: Pair of separators, or None.

@@ -49,7 +49,6 @@ def tools_text(tool_family: str, tools: Sequence[OfferedTool]) -> str:
 
     Args:
         tool_family: Family whose format is described.
-        tools: The tools.
     """
     signatures = "\n".join(json.dumps(_signature(tool), ensure_ascii=False) for tool in tools)
     return _INTRODUCTION.format(

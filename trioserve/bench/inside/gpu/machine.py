@@ -169,7 +169,7 @@ def measured_bandwidth(device: DeviceType) -> float:
     """Return the memory bandwidth in bytes per second: the best of reading and copying a large tensor.
 
     Args:
-        device: the device.
+        device: a CUDA device.
     """
     source = torch.ones(READ_BYTES[device] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
