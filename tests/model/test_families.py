@@ -592,7 +592,7 @@ def test_image_tensors_are_skipped_under_old_and_new_names(
     (
         ("MantisForConditionalGeneration", "text_config", "language_model.", "mistral"),
         ("TarsierForConditionalGeneration", "text_config", "model.language_model.", "llama"),
-        ("Cohere2VisionForConditionalGeneration", "text_config", "model.language_model.", "cohere2"),
+        ("BeeForConditionalGeneration", "text_config", "model.language_model.", "cohere2"),
         ("Blip2ForConditionalGeneration", "text_config", "language_model.", "opt"),
         ("KimiK25ForConditionalGeneration", "text_config", "language_model.", "moonlight"),
         ("InternVLChatModel", "llm_config", "language_model.", "qwen2"),

@@ -1,5 +1,5 @@
-"""Tests that images of the vision models of Qwen and GLM give the tokens, pixels, rows and logprobs of transformers,
-natively and in torch, for images of any aspect ratio.
+"""Tests that images of the vision models of Qwen, GLM and PaddleOCR-VL give the tokens, pixels, rows and logprobs of
+transformers, natively and in torch, for images of any aspect ratio.
 
 Everything is float32, so only the order of sums differs.
 """
@@ -35,7 +35,7 @@ from trioserve.vision.families.qwen_vl import QwenVLProcessing
 pytestmark = pytest.mark.slow
 
 LOGPROB_TOLERANCE = 1e-3
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm4v_moe", "glm46v", "glm_ocr")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "paddleocr_vl")
 
 
 def image_file(width: int, height: int, seed: int = 0) -> bytes:
@@ -227,6 +227,10 @@ def test_pixels_and_token_counts_equal_those_of_transformers(
         tiles = vision.processing.tiles(Image.open(io.BytesIO(file)), vision.processing.plan(width, height))
         wanted = images(Image.open(io.BytesIO(file)), return_tensors="pt")["pixel_values"]
         tower = GridTower(vision.config, vision.processing, dtype="float32", device=torch.device("cpu"))
+        if kind == "paddleocr_vl":  # Patches are row by row, not square by square.
+            columns = tiles.shape[2] // 8
+            lines = wanted.view(-1, 2, columns, 2, *wanted.shape[1:])
+            wanted = lines.transpose(1, 2).reshape(len(wanted), -1)
         assert torch.equal(tower.patches(tiles[0]), wanted)
 
 
@@ -255,6 +259,22 @@ def test_token_counts_of_real_sizes_equal_those_of_transformers() -> None:
             assert plan.row_count * processing.row_bytes <= processing.image_bytes_max
 
 
+def test_config_without_text_config_describes_the_same_model(
+    qwen_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(qwen_checkpoint("paddleocr_vl"), copy)
+    expected = open_checkpoint(copy)
+    config = json.loads((copy / "config.json").read_text())
+    texts = config.pop("text_config")
+    (copy / "config.json").write_text(json.dumps({**texts, **config, "model_type": "paddleocr_vl"}))
+    found = open_checkpoint(copy)
+    assert found.config == expected.config
+    assert found.vision is not None
+    assert expected.vision is not None
+    assert found.vision.config == expected.vision.config
+
+
 @pytest.mark.parametrize(
     "kind, group, name, value, message",
     [
@@ -264,6 +284,10 @@ def test_token_counts_of_real_sizes_equal_those_of_transformers() -> None:
         ("glm4v", "vision_config", "hidden_act", "relu", "it must be gelu or"),
         ("glm4v", "vision_config", "rms_norm_eps", 0.0, "it must be a small number"),
         ("glm_ocr", "vision_config", "rope_parameters", {"rope_type": "yarn"}, "it must be axial"),
+        ("paddleocr_vl", "vision_config", "num_channels", 4, "it must be 3"),
+        ("paddleocr_vl", "vision_config", "image_size", 0, "allowed is 1 to 4096"),
+        ("paddleocr_vl", "vision_config", "layer_norm_eps", 0.0, "it must be a small number"),
+        ("paddleocr_vl", "text_config", "rope_parameters", {"mrope_section": [2, 3, 4]}, "three numbers with sum 8"),
     ],
 )
 def test_unsupported_field_of_an_image_encoder_is_refused_by_name(

@@ -178,6 +178,8 @@ def chat(*files: bytes) -> list[dict[str, Any]]:
         ("llava_onevision", 32, [(150, 61)]),
         ("llava_onevision", 32, [(33, 35)]),
         ("internvl", 32, [(150, 61), (20, 41)]),
+        ("aya_vision", 32, [(150, 61), (20, 41)]),
+        ("cohere2_vision", 32, [(150, 61), (20, 41)]),
         ("mistral3", 32, [(150, 61), (20, 41), (9, 64)]),
         ("pixtral", 32, [(60, 33), (20, 3)]),
         ("lighton_ocr", 32, [(150, 61), (20, 41), (9, 64)]),
@@ -253,7 +255,7 @@ def test_crops_of_many_sizes_equal_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llava_next", "llava_onevision", "internvl"])
+@pytest.mark.parametrize("kind", ["llava_next", "llava_onevision", "internvl", "aya_vision"])
 def test_token_counts_of_many_sizes_equal_those_of_transformers(
     kind: str, vision_checkpoint: Callable[..., Path], tiny_vision: ModuleType
 ) -> None:
@@ -262,9 +264,24 @@ def test_token_counts_of_many_sizes_equal_those_of_transformers(
     rng = np.random.default_rng(1)
     sizes = [tuple(map(int, rng.integers(1, limit, 2))) for limit in (100, 1000, 5000) for _ in range(300)]
     expected = tiny_vision.processor(kind)._get_num_multimodal_tokens([(height, width) for width, height in sizes])
-    borders = 2 if kind == "internvl" else 0
-    planned = [part.processing.plan(width, height).row_count + borders for width, height in sizes]
+    plans = [part.processing.plan(width, height) for width, height in sizes]
+    borders = {"internvl": 2, "aya_vision": 2}.get(kind, 0)
+    names = 1 if kind == "aya_vision" else 0  # Tokens before the rows of a tile.
+    planned = [plan.row_count + borders + names * plan.tile_count for plan in plans]
     assert planned == expected["num_image_tokens"]
+
+
+@pytest.mark.slow
+def test_tiles_of_command_a_vision_enlarge_an_image_least(
+    vision_checkpoint: Callable[..., Path], tiny_vision: ModuleType
+) -> None:
+    part = open_checkpoint(vision_checkpoint("cohere2_vision")).vision
+    assert part is not None
+    rng = np.random.default_rng(1)
+    for limit in (40, 100, 1000):
+        for width, height in rng.integers(1, limit, (300, 2)).tolist():
+            plan = part.processing.plan(width, height)
+            assert (plan.columns, plan.rows) == tiny_vision.cohere2_canvas((height, width), (32, 32), 1, 6)
 
 
 @pytest.mark.slow

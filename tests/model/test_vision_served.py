@@ -211,6 +211,14 @@ SIZE_OF_ENCODER = "the image_size of the vision_config, 32"
         ("internvl", "config.json", "vision_config.use_mask_token", True, "it must be false"),
         ("internvl", "preprocessor_config.json", "size.width", 64, SIZE_OF_ENCODER),
         ("internvl", "preprocessor_config.json", "max_patches", 65, "min_patches to 64"),
+        ("aya_vision", "config.json", "vision_feature_select_strategy", "default", "it must be full"),
+        ("aya_vision", "config.json", "vision_feature_layer", -4, "one layer, -2 to 2"),
+        ("aya_vision", "config.json", "downsample_factor", 3, "no multiple of 3"),
+        ("aya_vision", "config.json", "alignment_intermediate_size", 35, "no multiple of 2"),
+        ("aya_vision", "config.json", "adapter_layer_norm_eps", 0.0, "a small number"),
+        ("aya_vision", "processor_config.json", "image_processor.size.width", 64, SIZE_OF_ENCODER),
+        ("cohere2_vision", "preprocessor_config.json", "patch_size", 16, "it must be 4, the square root"),
+        ("cohere2_vision", "preprocessor_config.json", "max_patches", 65, "min_patches to 64"),
         ("mistral3", "config.json", "spatial_merge_size", 17, "allowed is 1 to 16"),
         ("mistral3", "config.json", "projector_hidden_act", "relu", "it must be gelu"),
         ("mistral3", "config.json", "vision_config.rope_parameters.rope_type", "yarn", "it must be axial"),
@@ -247,6 +255,7 @@ def test_unsupported_field_of_an_image_encoder_is_refused_by_name(
         ("internvl", "vision_config.use_qk_norm", True),
         ("internvl", "vision_config.norm_type", "rms_norm"),
         ("mistral3", "vision_config.model_type", "siglip_vision_model"),
+        ("aya_vision", "vision_config.model_type", "siglip2_vision_model"),
     ],
 )
 def test_model_with_unknown_image_encoder_reads_texts_only(

@@ -21,6 +21,7 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
     "<|image|>",
+    "<|IMAGE_PLACEHOLDER|>",
 )
 END_TOKEN_ID = SPECIAL.index("<|im_end|>")
 PIXELS_MIN, PIXELS_MAX = 64, 6_000
@@ -101,6 +102,19 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "image_size": 24,
         },
     ),
+    "paddleocr_vl": (
+        {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False},
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 24,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "layer_norm_eps": 1e-3,
+        },
+    ),
     "glm_ocr": ({}, {**_EYES, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}),
     "qwen3_5": (
         {
@@ -174,6 +188,8 @@ def write_checkpoint(directory: Path, kind: str, *, dtype: str = "float32") -> N
 
 def image_token(kind: str) -> str:
     """Return the token of an image's rows. kind: a key of KINDS."""
+    if kind == "paddleocr_vl":
+        return "<|IMAGE_PLACEHOLDER|>"
     return "<|image|>" if kind.startswith("glm") else "<|image_pad|>"
 
 
@@ -198,8 +214,13 @@ def tokenizer() -> Any:
 def image_processor(kind: str) -> Any:
     """Return transformers' image processor. kind: a key of KINDS."""
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    if kind == "paddleocr_vl":
+        return PaddleOCRVLImageProcessorPil(
+            patch_size=4, merge_size=2, temporal_patch_size=1, min_pixels=PIXELS_MIN, max_pixels=PIXELS_MAX
+        )
     if kind.startswith("glm"):
         size = {"shortest_edge": 2 * PIXELS_MIN, "longest_edge": 2 * PIXELS_MAX}
         return Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)

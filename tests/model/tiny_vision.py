@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ KINDS = (
     "llava_next_video",
     "llava_onevision",
     "internvl",
+    "aya_vision",
+    "cohere2_vision",
     "mistral3",
     "pixtral",
     "lighton_ocr",
@@ -52,6 +55,10 @@ _SPECIAL = (
     "[IMG_BREAK]",
     "[IMG_END]",
     "<|image_pad|>",
+    "<|IMG_PATCH|>",
+    "<|START_OF_IMG|>",
+    "<|END_OF_IMG|>",
+    "<|IMG_LINE_BREAK|>",
 )
 # Signs of images in chat templates, and tokens of rows. Others have IMAGE_TOKEN.
 _SIGNS = {
@@ -60,8 +67,9 @@ _SIGNS = {
     "mistral3": "[IMG]",
     "pixtral": "[IMG]",
     "lighton_ocr": "<|image_pad|>",
+    "cohere2_vision": "<|IMG_PATCH|>",
 }
-_ROW_TOKENS = {**_SIGNS, "gemma3": "<image_soft_token>"}
+_ROW_TOKENS = {**_SIGNS, "gemma3": "<image_soft_token>", "aya_vision": "<|IMG_PATCH|>"}
 # Classes of transformers. Others have the name of their kind.
 _CLASSES = {"pixtral": "llava"}
 _CANVASES = [[32 * rows, 32 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
@@ -96,6 +104,9 @@ _TEXTS_OF: dict[str, dict[str, Any]] = {
     },
     "llava_onevision": {"model_type": "qwen2"},
     "internvl": {"model_type": "qwen2"},
+    # transformers' classes with images ignore logit_scale, which its class for texts multiplies logits by.
+    "aya_vision": {"model_type": "cohere2", "logit_scale": 1.0, "rms_norm_eps": None, "sliding_window": 50},
+    "cohere2_vision": {"model_type": "cohere2", "logit_scale": 1.0, "rms_norm_eps": None},
     "mistral3": {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
     "pixtral": {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
     "lighton_ocr": {"model_type": "qwen3", "head_dim": 16},
@@ -106,6 +117,8 @@ _EYES_OF: dict[str, dict[str, Any]] = {
     "llava_next_video": {"model_type": "clip_vision_model", "num_hidden_layers": 3},
     "llava_onevision": {"model_type": "siglip_vision_model"},
     "internvl": {"model_type": "internvl_vision"},
+    "aya_vision": {"model_type": "siglip_vision_model", "vision_use_head": False},
+    "cohere2_vision": {"model_type": "siglip_vision_model"},
     "mistral3": {"model_type": "pixtral", "hidden_act": "silu", "rope_parameters": {"rope_theta": 100.0}},
     "pixtral": {"model_type": "pixtral"},
     "lighton_ocr": {"model_type": "pixtral", "hidden_act": "silu"},
@@ -153,6 +166,8 @@ def write_checkpoint(
             "video_token_index": _SPECIAL.index("<video>"),
         },
         "internvl": {"image_seq_length": TILE_TOKENS},
+        "aya_vision": {"alignment_intermediate_size": 36, "adapter_layer_norm_eps": 1e-3},
+        "cohere2_vision": {"alignment_intermediate_size": 36},
         "mistral3": {"spatial_merge_size": 2},
         "pixtral": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         "lighton_ocr": {"spatial_merge_size": 2},
@@ -165,10 +180,11 @@ def write_checkpoint(
         vision_config={**_EYES, "image_size": image_size, **_EYES_OF.get(kind, {})},
         **{
             "image_token_index"
-            if class_name in ("gemma3", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3")
+            if class_name
+            in ("gemma3", "aya_vision", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3")
             else "image_token_id": row_token
         },
-        tie_word_embeddings=False,
+        tie_word_embeddings=kind in ("aya_vision", "cohere2_vision"),
         pad_token_id=0,
         **fields,
     )
@@ -192,6 +208,7 @@ def write_checkpoint(
         "llava_next_video",
         "llava_onevision",
         "internvl",
+        "cohere2_vision",
         "mistral3",
         "pixtral",
         "lighton_ocr",
@@ -205,6 +222,7 @@ def write_checkpoint(
 def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = True) -> Any:
     """Return transformers' processor."""
     from transformers import PreTrainedTokenizerFast
+    from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -288,6 +306,19 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
         return _without_videos(InternVLProcessor)(
             tiles, tokenizer, image_seq_length=TILE_TOKENS, chat_template=template
         )
+    if kind == "aya_vision":
+        cropping = GotOcr2ImageProcessorPil(size=square, max_patches=6)
+        return AyaVisionProcessor(
+            cropping, tokenizer, patch_size=4, img_size=32, downsample_factor=2, chat_template=template
+        )
+    if kind == "cohere2_vision":
+        tile = _SIGNS[kind] * TILE_TOKENS + "<|IMG_LINE_BREAK|>"
+        return PlainProcessor(
+            _cohere2_image_processor()(size=square, max_patches=6, patch_size=4, crop_to_patches=True),
+            tokenizer,
+            _SIGNS[kind],
+            lambda prepared, index: f"<|START_OF_IMG|>{tile * int(prepared['num_patches'][index])}<|END_OF_IMG|>",
+        )
     if kind == "lighton_ocr":
         # An odd number of patches: transformers' model drops the last one.
         uneven = PixtralImageProcessorPil(size={"longest_edge": longest_edge}, patch_size=4)
@@ -338,6 +369,31 @@ class PlainProcessor:
         whole = first + "".join(self._text(prepared, index) + rest for index, rest in enumerate(others))
         ids = self.tokenizer([whole], add_special_tokens=False, return_tensors=return_tensors)["input_ids"]
         return {**prepared, "input_ids": ids}
+
+
+def _cohere2_image_processor() -> Any:
+    """Return the class of processors of Command A Vision. That of transformers needs torchvision."""
+    from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
+
+    class Cohere2ImageProcessor(got_ocr2.GotOcr2ImageProcessorPil):
+        def crop_image_to_patches(self, image: Any, min_patches: int, max_patches: int, **options: Any) -> Any:
+            with unittest.mock.patch.object(got_ocr2, "get_optimal_tiled_canvas", cohere2_canvas):
+                return super().crop_image_to_patches(image, min_patches, max_patches, **options)
+
+    return Cohere2ImageProcessor
+
+
+def cohere2_canvas(
+    image_size: tuple[int, int], tile_size: tuple[int, int], min_tiles: int, max_tiles: int
+) -> tuple[int, int]:
+    """Return the columns and rows of tiles, as in transformers.models.cohere2_vision.modular_cohere2_vision."""
+    sides = range(1, max_tiles + 1)
+    grids = sorted(
+        ((columns, rows) for columns in sides for rows in sides if columns * rows <= max_tiles), key=math.prod
+    )
+    scale = np.min(np.array(grids) * tile_size[0] / np.stack(image_size[::-1]), axis=-1)
+    best = np.argmax(scale) if np.all(scale < 1) else np.argmin(np.where(scale < 1.0, 10e9, scale))
+    return grids[int(best)]
 
 
 def _without_videos(whole: Any) -> Any:

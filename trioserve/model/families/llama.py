@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
-from trioserve.model.families.model_fields import ModelFields, windowed_layers
+from trioserve.model.families.model_fields import ModelFields, windowed_layers, with_axes
 from trioserve.model.layer_config import LayerConfig
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["LLAMA", "CWM", "ERNIE45", "ERNIE45_MOE", "HELIUM", "INTERNLM3", "SEED_OSS", "SMOLLM3"]
+__all__ = ["LLAMA", "CWM", "ERNIE45", "ERNIE45_MOE", "HELIUM", "INTERNLM3", "PADDLEOCR_VL", "SEED_OSS", "SMOLLM3"]
 
 
 def _describe_llama(fields: ModelFields) -> ModelConfig:
@@ -74,14 +76,18 @@ CWM = Family(
 )
 
 
-def _describe_ernie(fields: ModelFields) -> ModelConfig:
-    """Describe the dense ERNIE 4.5: a Llama whose rotary embeddings rotate adjacent pairs."""
+def _describe_ernie(fields: ModelFields, *, reads_images: bool = False) -> ModelConfig:
+    """Describe the dense ERNIE 4.5, a Llama with other names and defaults, or the language model of PaddleOCR-VL."""
     # The GGUF reader sets attention_bias if the file has bias tensors.
     has_bias = fields.flag_or("use_bias", fields.flag_or("attention_bias", False))
     attention = fields.attention(head_dim=128, has_bias=has_bias, has_output_bias=has_bias)
+    if reads_images:
+        attention = with_axes(fields, attention, (16, 24, 24))
     layer = LayerConfig(attention=attention, mlp=fields.mlp(has_bias=has_bias))
     return fields.described(
-        "ernie4_5", (layer,) * fields.layer_count, tie_word_embeddings=fields.flag_or("tie_word_embeddings", True)
+        "paddleocr_vl" if reads_images else "ernie4_5",
+        (layer,) * fields.layer_count,
+        tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
     )
 
 
@@ -93,6 +99,16 @@ ERNIE45 = Family(
     describe=_describe_ernie,
     transformers=Naming(pairs_adjacent=True),
     gguf=GgufNaming(architecture="ernie4_5", pairs_adjacent=True),
+)
+PADDLEOCR_VL = replace(
+    ERNIE45,
+    name="paddleocr_vl",
+    classes=(),
+    model_type="paddleocr_vl_text",
+    describe=lambda fields: _describe_ernie(fields, reads_images=True),
+    transformers=Naming(),
+    gguf=None,
+    with_images=("PaddleOCRVLForConditionalGeneration",),
 )
 
 

@@ -48,7 +48,17 @@ from trioserve.model.families.gpt_oss import GPT_OSS
 from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, HYPERCLOVAX
 from trioserve.model.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY_V3
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
-from trioserve.model.families.llama import CWM, ERNIE45, ERNIE45_MOE, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
+from trioserve.model.families.llama import (
+    CWM,
+    ERNIE45,
+    ERNIE45_MOE,
+    HELIUM,
+    INTERNLM3,
+    LLAMA,
+    PADDLEOCR_VL,
+    SEED_OSS,
+    SMOLLM3,
+)
 from trioserve.model.families.llama4 import LLAMA4
 from trioserve.model.families.mamba import FALCON_MAMBA, JAMBA, MAMBA
 from trioserve.model.families.mamba2 import BAMBA, MAMBA2
@@ -180,6 +190,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4V,
     GLM4V_MOE,
     GLM_OCR,
+    PADDLEOCR_VL,
     QWEN2_VL,
     QWEN25_OMNI,
     QWEN3_OMNI_MOE,

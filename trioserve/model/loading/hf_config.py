@@ -105,7 +105,11 @@ def model_config_from(
     if part is not None and thinker is not None:  # Qwen's Omni models: the other parts only speak.
         config = {**thinker, "architectures": config.get("architectures")}
     wrapper = LANGUAGE_PARTS.get(named_class(config) or "")
-    is_older = family.model_type in ("qwen2_vl_text", "qwen2_5_vl_text") and "text_config" not in config
+    is_older = "text_config" not in config and family.model_type in (
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "paddleocr_vl_text",
+    )
     if is_older or (wrapper is not None and wrapper.field is None):
         config = _nested(config)
     outer = Fields(config, "config.json")

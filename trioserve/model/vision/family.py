@@ -33,6 +33,7 @@ __all__ = [
     "pixel_fields",
     "processor_fields",
     "square_of",
+    "tile_limits",
     "vision_fields",
     "vit_config",
 ]
@@ -43,6 +44,8 @@ DIMENSION_MAX = 2**16
 IMAGE_SIZE_MAX = 4096
 # Patches per tile. Memory of attention grows with the square of this number. Real models have up to 5,184 patches.
 TILE_PATCHES_MAX = 2**14
+# Tiles into which an image is cut. Real models have at most 12.
+TILES_MAX = 64
 
 _ACTIVATIONS: dict[str, VitActivation] = {
     "gelu": "gelu",
@@ -331,6 +334,27 @@ def pixel_fields(fields: Fields, **defaults: Any) -> dict[str, Any]:
         "std": _colours(fields, "image_std", defaults.get("std", (0.5, 0.5, 0.5))),
         "rescale_factor": fields.number_or("rescale_factor", 1 / 255),
     }
+
+
+def tile_limits(fields: Fields, vit: VitConfig, default_size: int) -> dict[str, Any]:
+    """Read the size and the number of the tiles into which an image is cut.
+
+    Args:
+        fields: result of processor_fields.
+        vit: transformer, which computes one tile.
+        default_size: width and height of a tile if the field is missing.
+
+    Returns:
+        Arguments of InternvlProcessing.
+    """
+    size = fields.group_or_none("size") or Fields({"height": default_size, "width": default_size}, "size")
+    for name in ("height", "width"):
+        if size.whole(name) != vit.image_size:
+            raise size.wrong(name, f"the image_size of the vision_config, {vit.image_size}")
+    tiles_min, tiles_max = fields.whole_or("min_patches", 1), fields.whole_or("max_patches", 12)
+    if not 1 <= tiles_min <= tiles_max <= TILES_MAX:
+        raise fields.wrong("max_patches", f"min_patches to {TILES_MAX}")
+    return {"tile_size": vit.image_size, "tiles_min": tiles_min, "tiles_max": tiles_max}
 
 
 def _colours(fields: Fields, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:

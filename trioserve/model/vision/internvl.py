@@ -20,6 +20,7 @@ from trioserve.model.vision.family import (
     image_token_id,
     pixel_fields,
     processor_fields,
+    tile_limits,
     vision_fields,
     vit_config,
 )
@@ -27,7 +28,6 @@ from trioserve.vision.families.internvl import InternvlProcessing
 
 __all__ = ["InternvlConfig", "read_internvl"]
 
-TILES_MAX = 64
 _NOTES = ("crop_to_patches", "layer_scale_init_value")  # transformers' processor always crops.
 
 
@@ -124,19 +124,10 @@ def read_internvl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[I
     config = InternvlConfig(vit=vit, scale_factor=scale_factor, output_size=texts.hidden_size)
     warn_of_unread("vision_config in config.json", unread_names(fields, _NOTES))
     processor = processor_fields(directory)
-    size = processor.group_or_none("size") or Fields({"height": 384, "width": 384}, "size")
-    for name in ("height", "width"):
-        if size.whole(name) != vit.image_size:
-            raise size.wrong(name, f"the image_size of the vision_config, {vit.image_size}")
-    tiles_min, tiles_max = processor.whole_or("min_patches", 1), processor.whole_or("max_patches", 12)
-    if not 1 <= tiles_min <= tiles_max <= TILES_MAX:
-        raise processor.wrong("max_patches", f"min_patches to {TILES_MAX}")
     return config, InternvlProcessing(
         **pixel_fields(processor, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
-        tile_size=vit.image_size,
+        **tile_limits(processor, vit, 384),
         tile_tokens=(vit.positions_per_side // scale_factor) ** 2,
-        tiles_min=tiles_min,
-        tiles_max=tiles_max,
         embedding_size=config.output_size,
         image_token_id=image_token_id(outer, 151_667),
     )

@@ -16,12 +16,14 @@ from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.names import TensorPlace
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
 from trioserve.model.model_config import ModelConfig
+from trioserve.model.vision.cohere import read_aya, read_cohere2
 from trioserve.model.vision.family import UnknownEncoder, VisionConfig
 from trioserve.model.vision.gemma3 import read_gemma3
 from trioserve.model.vision.glm_vl import read_glm4v, read_glm_ocr
 from trioserve.model.vision.idefics3 import read_idefics3
 from trioserve.model.vision.internvl import read_internvl
 from trioserve.model.vision.llava import read_llava, read_next, read_onevision
+from trioserve.model.vision.paddleocr import read_paddleocr
 from trioserve.model.vision.pixtral import read_lighton, read_mistral3
 from trioserve.model.vision.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_5, read_qwen3_vl
 from trioserve.vision.families.registry import ImageProcessing
@@ -30,6 +32,8 @@ __all__ = ["IMAGE_FAMILIES", "VisionPart"]
 
 _Read: TypeAlias = Callable[[Path, Fields, ModelConfig], tuple[VisionConfig, ImageProcessing]]
 IMAGE_FAMILIES: dict[str, _Read] = {
+    "AyaVisionForConditionalGeneration": read_aya,
+    "Cohere2VisionForConditionalGeneration": read_cohere2,
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Glm46VForConditionalGeneration": read_glm4v,
     "Glm4vForConditionalGeneration": read_glm4v,
@@ -44,6 +48,7 @@ IMAGE_FAMILIES: dict[str, _Read] = {
     "LlavaNextVideoForConditionalGeneration": read_next,
     "LlavaOnevisionForConditionalGeneration": read_onevision,
     "Mistral3ForConditionalGeneration": read_mistral3,
+    "PaddleOCRVLForConditionalGeneration": read_paddleocr,
     "Qwen2VLForConditionalGeneration": read_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
@@ -56,7 +61,7 @@ IMAGE_FAMILIES: dict[str, _Read] = {
 
 # Prefixes of names in files, in the versions of transformers.
 _ROOTS = ("model.", "")
-_TOWERS = ("vision_model.", "vision_tower.vision_model.", "vision_tower.")
+_TOWERS = ("vision_model.", "vision_tower.vision_model.", "vision_tower.", "visual.vision_model.")
 
 
 class VisionPart:

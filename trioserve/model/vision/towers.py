@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.contracts.media import ImagePlan
+from trioserve.model.vision.cohere import CohereVisionConfig
 from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.gemma3 import Gemma3Config
 from trioserve.model.vision.glm_vl import GLM_LINEARS, GlmVLConfig
 from trioserve.model.vision.idefics3 import Idefics3Config
 from trioserve.model.vision.internvl import InternvlConfig
 from trioserve.model.vision.llava import LlavaConfig
+from trioserve.model.vision.paddleocr import PaddleConfig
 from trioserve.model.vision.pixtral import PIXTRAL_NORM_EPS, LightOnConfig, PixtralConfig
 from trioserve.model.vision.qwen_tower import GridLayer, GridPlaces, GridTower, QwenTower
 from trioserve.model.vision.qwen_vl import QwenVLConfig
@@ -93,6 +95,24 @@ class InternvlTower(VisionTower):
     def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
         hidden = yield from self._vit.encode(tile)
         return self._down(functional.gelu(self._up(self._norm(_squares(hidden, self._config.scale_factor)))))
+
+
+class CohereTower(VisionTower):
+    """SigLIP, then adjacent patches are combined and projected by a gated MLP."""
+
+    def __init__(self, config: CohereVisionConfig, processing: FamilyProcessing, **place: Any) -> None:
+        super().__init__(config, processing, **place)
+        self._config = config
+        self._vit = Vit(self, config.vit)
+        self._norm: Callable[[Tensor], Tensor] = lambda values: values
+        if config.norm_eps is not None:
+            self._norm = self.layer_norm("multi_modal_projector.layernorm", config.norm_eps)
+        self._up, self._down = (self.linear(f"multi_modal_projector.linear_{number}") for number in (1, 2))
+
+    def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
+        hidden = yield from self._vit.encode(tile)
+        values, gates = self._up(self._norm(_squares(hidden, self._config.scale_factor))).chunk(2, dim=-1)
+        return self._down(functional.silu(gates) * values)
 
 
 class Gemma3Tower(VisionTower):
@@ -260,7 +280,50 @@ class GlmTower(GridTower):
         return sampled[0, :, :, 0].T.to(self.torch_dtype)
 
 
+class PaddleTower(GridTower):
+    """SigLIP with rotary positions, and an MLP that joins squares of patches."""
+
+    def __init__(self, config: PaddleConfig, processing: FamilyProcessing, **place: Any) -> None:
+        super().__init__(config, processing, **place)
+        self._config = config
+        embeddings = "vision_model.embeddings"
+        self._patch, self._patch_bias = (
+            self.plain(f"{embeddings}.patch_embedding.{part}") for part in ("weight", "bias")
+        )
+        self._positions = self.plain(f"{embeddings}.position_embedding.weight")
+        self._layers = [self._layer(f"vision_model.encoder.layers.{index}") for index in range(config.layer_count)]
+        self._last_norm = self.layer_norm("vision_model.post_layernorm", config.norm_eps)
+        self._merger_norm = self.layer_norm("projector.pre_norm", 1e-5)
+        self._up, self._down = (self.linear(f"projector.linear_{number}") for number in (1, 2))
+
+    def _layer(self, name: str) -> GridLayer:
+        return GridLayer(
+            self._config.head_count,
+            [self.layer_norm(f"{name}.layer_norm{number}", self._config.norm_eps) for number in (1, 2)],
+            [
+                self.linear(*(f"{name}.self_attn.{part}_proj" for part in ("q", "k", "v"))),
+                *(self.linear(f"{name}.{part}") for part in ("self_attn.out_proj", "mlp.fc1", "mlp.fc2")),
+            ],
+            self._config.activation,
+        )
+
+    def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
+        places = self.places(tile)
+        hidden = functional.linear(self.patches(tile), self._patch.flatten(1), self._patch_bias)
+        side, size = self._config.positions_per_side, self._config.patch_size
+        table = self._positions.view(1, side, side, -1).permute(0, 3, 1, 2).float()
+        grid = (tile.shape[0] // size, tile.shape[1] // size)
+        positions = functional.interpolate(table, grid, mode="bilinear", align_corners=False)[0]
+        hidden = hidden + positions[:, places.rows, places.columns].T.to(self.torch_dtype)
+        for layer in self._layers:
+            hidden = layer(hidden, places)
+            yield
+        squares = self._merger_norm(self._last_norm(hidden)).view(-1, self._config.merge_size**2 * hidden.shape[1])
+        return self._down(functional.gelu(self._up(squares)))
+
+
 _TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
+    CohereVisionConfig: CohereTower,
     Gemma3Config: Gemma3Tower,
     GlmVLConfig: GlmTower,
     Idefics3Config: Idefics3Tower,
@@ -268,5 +331,6 @@ _TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
     InternvlConfig: InternvlTower,
     LightOnConfig: PixtralTower,
     LlavaConfig: LlavaTower,
+    PaddleConfig: PaddleTower,
     PixtralConfig: PixtralTower,
 }

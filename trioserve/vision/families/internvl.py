@@ -1,4 +1,5 @@
-"""Prepares images for InternVL (arXiv 2404.16821): an image becomes a grid of square tiles, and a small copy of it."""
+"""Prepares images for InternVL (arXiv 2404.16821), Aya Vision (arXiv 2505.08751) and Command A Vision: an image becomes
+a grid of square tiles, and a small copy of it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from trioserve.vision.families.family import FamilyProcessing
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["InternvlProcessing"]
+__all__ = ["AyaProcessing", "CohereProcessing", "InternvlProcessing"]
 
 
 class InternvlProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="internvl"):
@@ -49,8 +50,11 @@ class InternvlProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="inter
             rows=rows,
             columns=columns,
             tile_count=tile_count,
-            runs=(self.tile_tokens * tile_count,),
+            runs=self._runs(tile_count),
         )
+
+    def _runs(self, tile_count: int) -> tuple[int, ...]:
+        return (self.tile_tokens * tile_count,)
 
     def text(self, plan: ImagePlan) -> str:
         return f"<img>{self.row_token * plan.row_count}</img>"
@@ -82,3 +86,39 @@ class InternvlProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="inter
             if difference < least or (difference == least and is_filled):
                 best, least = grid, difference
         return best
+
+
+class AyaProcessing(InternvlProcessing, frozen=True, kw_only=True, tag="aya_vision"):
+    """Preprocessing of the images of Aya Vision: the name of a tile precedes its rows."""
+
+    sign: ClassVar[str] = "<image>"
+    row_token: ClassVar[str] = "<|IMG_PATCH|>"
+
+    def _runs(self, tile_count: int) -> tuple[int, ...]:
+        return (self.tile_tokens,) * tile_count
+
+    def text(self, plan: ImagePlan) -> str:
+        rows = self.row_token * self.tile_tokens
+        names = [*(f"TILE_{number}" for number in range(1, plan.tile_count)), "TILE_GLOBAL"]
+        return "<|START_OF_IMG|>" + "".join(name + rows for name in names) + "<|END_OF_IMG|>"
+
+
+class CohereProcessing(AyaProcessing, frozen=True, kw_only=True, tag="cohere2_vision"):
+    """Preprocessing of the images of Command A Vision: a line break follows the rows of a tile."""
+
+    sign: ClassVar[str] = "<|IMG_PATCH|>"
+
+    def text(self, plan: ImagePlan) -> str:
+        rows = self.row_token * self.tile_tokens + "<|IMG_LINE_BREAK|>"
+        return f"<|START_OF_IMG|>{rows * plan.tile_count}<|END_OF_IMG|>"
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return the columns and rows that hold the image with least enlargement. If none does, with most pixels."""
+        sides = range(1, self.tiles_max + 1)
+        grids = [(columns, rows) for columns in sides for rows in sides if columns * rows <= self.tiles_max]
+        scales = {
+            grid: min(grid[0] * self.tile_size / width, grid[1] * self.tile_size / height)
+            for grid in sorted(grids, key=math.prod)
+        }
+        enlarging = [grid for grid, scale in scales.items() if scale >= 1]
+        return min(enlarging, key=scales.__getitem__) if enlarging else max(scales, key=scales.__getitem__)

@@ -1,5 +1,5 @@
-"""Prepares images for Qwen2-VL, Qwen2.5-VL and Qwen3-VL (arXiv 2409.12191, 2502.13923), and for GLM-4.1V (arXiv
-2507.01006).
+"""Prepares images for Qwen2-VL, Qwen2.5-VL and Qwen3-VL (arXiv 2409.12191, 2502.13923), for GLM-4.1V (arXiv
+2507.01006), and for PaddleOCR-VL (arXiv 2510.14528).
 
 An image keeps its aspect ratio. Both sides become multiples of a square of patches, and each square is one row in the
 prompt.
@@ -20,7 +20,7 @@ from trioserve.vision.families.family import FamilyProcessing
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["GlmVLProcessing", "QwenVLProcessing"]
+__all__ = ["GlmVLProcessing", "PaddleProcessing", "QwenVLProcessing"]
 
 RATIO_MAX = 200  # transformers refuses longer and thinner images, too.
 
@@ -110,4 +110,21 @@ class GlmVLProcessing(QwenVLProcessing, frozen=True, kw_only=True, tag="glm_vl")
         if min(width, height) < self.square:
             scale = max(self.square / height, self.square / width)
             width, height = int(width * scale), int(height * scale)
+        return QwenVLProcessing._squares(self, width, height)
+
+
+class PaddleProcessing(QwenVLProcessing, frozen=True, kw_only=True, tag="paddleocr_vl"):
+    """Preprocessing of the images of PaddleOCR-VL, which enlarges sides that are shorter than a square."""
+
+    sign: ClassVar[str] = "<|IMAGE_PLACEHOLDER|>"
+    row_token: ClassVar[str] = "<|IMAGE_PLACEHOLDER|>"
+    pixels_min_default: ClassVar[int] = 384 * 384
+    pixels_max_default: ClassVar[int] = 1536 * 1536
+
+    def _squares(self, width: int, height: int) -> tuple[int, int]:
+        square = self.square
+        if height < square:
+            width, height = round(width * square / height), square
+        if width < square:
+            width, height = square, round(height * square / width)
         return QwenVLProcessing._squares(self, width, height)

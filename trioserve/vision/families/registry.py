@@ -10,22 +10,25 @@ import numpy.typing as npt
 from trioserve.contracts.media import ImagePlan, Tiles
 from trioserve.vision.families.gemma3 import Gemma3Processing
 from trioserve.vision.families.idefics3 import Idefics3Processing
-from trioserve.vision.families.internvl import InternvlProcessing
+from trioserve.vision.families.internvl import AyaProcessing, CohereProcessing, InternvlProcessing
 from trioserve.vision.families.llava import LlavaProcessing, OneVisionProcessing
 from trioserve.vision.families.pixtral import LightOnProcessing, PixtralProcessing
-from trioserve.vision.families.qwen_vl import GlmVLProcessing, QwenVLProcessing
+from trioserve.vision.families.qwen_vl import GlmVLProcessing, PaddleProcessing, QwenVLProcessing
 from trioserve.vision.image_file import pixels_of
 
 __all__ = ["ImageProcessing", "tiles_from", "tiles_of"]
 
 ImageProcessing: TypeAlias = (
-    Gemma3Processing
+    AyaProcessing
+    | CohereProcessing
+    | Gemma3Processing
     | GlmVLProcessing
     | Idefics3Processing
     | InternvlProcessing
     | LightOnProcessing
     | LlavaProcessing
     | OneVisionProcessing
+    | PaddleProcessing
     | PixtralProcessing
     | QwenVLProcessing
 )
