@@ -33,12 +33,18 @@ class Server:
         self.ends.append(end)
         return client
 
-    async def ask(self, response: bytes, *, closes: bool = False) -> bytes:
-        """Send a request and return the body of its response. The response comes over the newest connection."""
+    async def ask(self, response: bytes, *, closes: bool = False, more: tuple[tuple[str, str], ...] = ()) -> bytes:
+        """Send a request and return the body of its response. The response comes over the newest connection.
+
+        Args:
+            response: Bytes of the response.
+            closes: Whether the server closes the connection after the response.
+            more: Further headers of the request.
+        """
         body: list[bytes | None] = []
 
         async def request() -> None:
-            async with self.remote.request("POST", "/v1/x", [("x-a", "b")], b"{}") as got:
+            async with self.remote.request("POST", "/v1/x", [("x-a", "b"), *more], b"{}") as got:
                 body.append(await got.whole(1000))
 
         async with trio.open_nursery() as nursery:
@@ -52,9 +58,10 @@ class Server:
         return body[0]
 
 
-async def test_request_has_the_given_method_path_headers_and_body():
+async def test_request_has_the_given_method_path_headers_and_body_and_only_the_key_of_the_endpoint():
     server = Server()
-    assert await server.ask(OK) == b"ok"
+    keys_of_the_client = (("authorization", "Bearer any"), ("x-api-key", "any"))
+    assert await server.ask(OK, more=keys_of_the_client) == b"ok"
     assert await server.ends[0].receive_some(1000) == (
         b"POST /base/v1/x HTTP/1.1\r\nhost: far\r\nsec-trioserve-client: router\r\n"
         b"authorization: Bearer key\r\nx-a: b\r\ncontent-length: 2\r\n\r\n{}"

@@ -205,7 +205,7 @@ class RemoteEndpoint:
     Args:
         id: Name of the endpoint at the router.
         address: Address of the server.
-        headers: Headers for every request, such as an API key.
+        headers: Headers for every request, such as an API key, which replaces the key of the client.
         ssl_context: TLS settings. None: the default settings for https.
         open_stream: Replaces TCP in tests.
         silence: Time limits between the bytes of a response, which `look` applies. None: no heartbeats are requested.
@@ -231,6 +231,7 @@ class RemoteEndpoint:
         self.id = id
         self.address = address
         self._headers = [("host", address.authority), (NOT_A_PAGE_HEADER, "router"), *headers]
+        self._has_own_key = any(name in KEY_HEADERS for name, _ in headers)
         self._ssl_context = ssl_context
         if address.scheme == "https" and ssl_context is None:
             self._ssl_context = ssl.create_default_context()
@@ -279,6 +280,8 @@ class RemoteEndpoint:
         target = self.address.path + path
         if _TARGET.fullmatch(target) is None:
             raise InvalidRequest(f"the target {target[:80]!r} has characters that no request can have")
+        if self._has_own_key:  # Clients of a router without keys may send any key, as OpenAI's client always does.
+            headers = [(name, value) for name, value in headers if name not in KEY_HEADERS]
         lines = [f"{name}: {value}\r\n" for name, value in (*self._headers, *headers)]
         fields = "".join(lines)
         if _FIELDS.fullmatch(fields) is None or fields.count("\r\n") != len(lines):
