@@ -252,6 +252,7 @@ _FLAGS = {
     "rows": Flag("--rows", "names of rows, separated by commas", {"type": _names, "metavar": "NAMES"}, unset="all"),
     "clients": Flag("--clients", "clients in all", _INTEGER),
     "turn_seconds": Flag("--turn", "seconds of a turn", {"type": float, "metavar": "S"}),
+    "pause_seconds": Flag("--pause", "seconds between two switches", {"type": float, "metavar": "S"}),
     "rounds": Flag("--rounds", "number of measurements", _INTEGER),
     "request_share": Flag(
         "--request-share",

@@ -74,6 +74,7 @@ class SwitchSettings(msgspec.Struct, frozen=True, kw_only=True):
         rate_per_second: clients of the storm that start per second.
         output_tokens: tokens of a response of the storm.
         turn_seconds: the server's --model-turn.
+        pause_seconds: time between two switches in which no request runs.
         server_flags: further flags of `serve`.
         peer: address of another server with two models `a` and `b`, which loads one of them on demand. It is measured
             in turn with this server. None: no peer.
@@ -88,6 +89,7 @@ class SwitchSettings(msgspec.Struct, frozen=True, kw_only=True):
     rate_per_second: float = 2.0
     output_tokens: int = 16
     turn_seconds: float = 1.0
+    pause_seconds: float = 2.0
     server_flags: tuple[str, ...] = ()
     peer: str | None = None
     seed: int = 0
@@ -102,6 +104,7 @@ class SwitchSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_number("--rate", self.rate_per_second, 0.01, 10_000.0)
         check_integer("--output-tokens", self.output_tokens, 1, 4096)
         check_number("--turn", self.turn_seconds, 0.0, 3600.0)
+        check_number("--pause", self.pause_seconds, 0.0, 3600.0)
         check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
         check_writable(self.json_path)
 

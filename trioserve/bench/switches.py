@@ -115,7 +115,7 @@ def switch_text(report: SwitchReport) -> str:
             f"Server: {memory}; {report.processes_after} processes of models left.",
             "",
             f"{report.machine}, {report.date}; two models from {report.settings.model}, "
-            f"{report.settings.rounds} rounds.",
+            f"{report.settings.rounds} rounds, {report.settings.pause_seconds:g} s between two switches.",
         ]
     )
 
@@ -180,6 +180,7 @@ class _Clients:
             counts: False for a round that fills caches of files and compiles kernels.
         """
         for name in NAMES:
+            await trio.sleep(self._settings.pause_seconds)
             first, second = await self.timed(name), await self.timed(name)
             if counts:
                 self.figures.switch_seconds.append(first)

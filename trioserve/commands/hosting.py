@@ -257,7 +257,7 @@ class ModelProcesses:
         self._key = secrets.token_urlsafe(32)
         self._loads = 0
         self._standby: _Child | None = None
-        self._has_begun_load = trio.Event()
+        self._has_ended_load = trio.Event()
 
     def command(self, name: str) -> list[str]:
         """Return the arguments of trioserve for the process of a model.
@@ -315,27 +315,36 @@ class ModelProcesses:
         on_progress(f"starting the process of {name}", None)
         child = await self._next_child()
         process = child.process
+
+        def note_loaded(url: str) -> None:
+            self._has_ended_load.set()
+            on_loaded(endpoint(url))
+
         async with child.running(), trio.open_nursery() as nursery:
             nursery.start_soon(relay_progress, trio.socket.from_stdlib_socket(child.connection), note_progress)
             nursery.start_soon(_stop, process, stopping)
             nursery.start_soon(child.begin, self.command(name))
             assert process.stderr is not None
-            last_line = await relay_lines(name, process.stderr, lambda url: on_loaded(endpoint(url)))
+            last_line = await relay_lines(name, process.stderr, note_loaded)
             code = await process.wait()
             nursery.cancel_scope.cancel()
+        self._has_ended_load.set()
         return f"its process ended with code {code}: {last_line}" if code else "its process ended"
 
     async def keep_standby(self) -> None:
-        """Keep one process that has imported the modules of a server, so that the next load takes less time."""
+        """Keep one process that has imported the modules of a server, so that the next load takes less time.
+
+        The process starts when a load has ended, because both would share the cores.
+        """
         try:
             while True:
-                self._has_begun_load = trio.Event()
+                self._has_ended_load = trio.Event()
                 if self._standby is None:
                     try:
                         self._standby = await _Child.start(self._keys())
                     except OSError as error:  # The next load tries again, and reports the error.
                         logger.warning("no process on standby: %s", error)
-                await self._has_begun_load.wait()
+                await self._has_ended_load.wait()
         finally:
             if self._standby is not None:
                 async with self._standby.running():
@@ -344,7 +353,6 @@ class ModelProcesses:
     async def _next_child(self) -> _Child:
         """Return the process on standby, or a new one. The caller owns it from now on."""
         child, self._standby = self._standby, None
-        self._has_begun_load.set()
         if child is not None and child.process.poll() is not None:
             child.connection.close()
             child = None
