@@ -25,7 +25,10 @@ from trioserve.model.layer_config import KVEntry, LatentAttentionConfig
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import ModelConfig
+from trioserve.model.native.model import why_not_native
 from trioserve.model.settings import ModelSettings
+from trioserve.model.torch_step import attention as sparse
+from trioserve.model.torch_step import step_model
 from trioserve.model.torch_step.step_model import TorchStepModel
 
 ALL_LOGPROBS = SamplingParams(temperature=0.0, prompt_logprobs=0)
@@ -312,10 +315,137 @@ def test_published_format_of_deepseek_v3_is_read(
         assert torch.equal(tensor.float(), expected[name].float()), name
 
 
-@pytest.mark.parametrize("kind", ("deepseek-v3.2", "glm-moe-dsa"))
-def test_context_of_a_model_with_an_indexer_is_limited_to_the_tokens_that_it_selects(
-    kind: str, tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+# --- sparse attention -------------------------------------------------------------------------------------------------
+
+SPARSE = ("deepseek-v3.2", "glm-moe-dsa")
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_tokens_of_an_indexer_equal_transformers_in_small_groups_of_rows(
+    kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert open_checkpoint(tiny_checkpoint(kind)).config.context_tokens_max == 256
-    assert "contexts are limited to index_topk tokens" in caplog.text
-    assert "index_topk=256 max_position_embeddings=512" in caplog.text
+    """The indexer selects 10 tokens. Rows are selected in groups of at most four, and a request is preempted."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(sparse, "GATHERED_BYTES_MAX", {"cpu": 30_000})
+    path, prompt = tiny_checkpoint(kind), list(range(10, 70))
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    found, tokens = answer(step_driver, path)
+    with torch.no_grad():
+        wanted = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].log_softmax(-1)
+    assert found == pytest.approx([float(wanted[at, token]) for at, token in enumerate(prompt[1:50])], abs=1e-3)
+    driver = step_driver.StepDriver(step_driver.load_runner(path))
+    driver.add("short", prompt[:3])
+    driver.add("long", prompt)
+    driver.step({"short": 3, "long": 25})
+    driver.step({"short": 1, "long": 35})
+    driver.generate(["short", "long"], 3)
+    driver.forget("long")
+    driver.generate(["short", "long"], 4)
+    with torch.no_grad():
+        for name, length in (("short", 3), ("long", 60)):
+            scores = model(torch.tensor([driver.tokens[name][:-1]]), use_cache=False).logits[0]
+            assert driver.tokens[name][length:] == scores[length - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_context_within_the_selected_tokens_needs_no_indexer(
+    kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """The native kernels compute this context, and the KV cache has no keys of an indexer."""
+    path = tiny_checkpoint(kind)
+    whole, short = open_checkpoint(path).config, open_checkpoint(path, context_tokens=10).config
+    assert whole.is_sparse
+    assert not short.is_sparse
+    assert why_not_native(short, "float32") is None
+    assert why_not_native(whole, "float32") == (
+        "an indexer selects tokens in contexts of more than 10 tokens (--max-model-len)"
+    )
+    drivers = [
+        step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels="torch", context_tokens_max=context))
+        for context in (None, 10)
+    ]
+    for driver in drivers:
+        driver.add("a", [5, 6, 7, 8])
+        driver.generate(["a"], 6)
+    assert drivers[0].tokens == drivers[1].tokens
+
+
+def test_kv_cache_has_the_keys_of_each_indexer(tiny_checkpoint: Callable[..., Path]) -> None:
+    """GLM's second layer attends to the tokens that the first one selects."""
+    sizes = {
+        kind: [entry.head_dim for entry in open_checkpoint(tiny_checkpoint(kind)).config.kv_entries] for kind in SPARSE
+    }
+    assert sizes == {"deepseek-v3.2": [48 + 32, 48 + 32], "glm-moe-dsa": [48 + 32, 48]}
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({}, [True] * 5),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 2}, [True, True, False, True, False]),
+        ({"index_topk_pattern": "FSSFS"}, [True, False, False, True, False]),
+        ({"index_topk_pattern": "FSSFS", "indexer_types": ["full"] * 5}, [True] * 5),
+    ],
+)
+def test_layers_with_an_indexer_are_those_of_the_config(fields: dict[str, Any], expected: list[bool]) -> None:
+    config = read_sparse(**fields)
+    assert [layer.attention.indexer is not None for layer in config.layers] == expected
+    assert [layer.attention.has_selected_tokens for layer in config.layers] == [not own for own in expected]
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"indexer_types": ["shared"] * 5}, "indexer_types in config.json is"),
+        ({"index_topk_pattern": "FSS"}, "one of 'full' and 'shared' for each layer"),
+        ({"index_head_dim": 32}, "index_head_dim is 32, but qk_rope_head_dim \\(64\\)"),
+        ({"index_topk": 0}, "index_topk is 0"),
+        ({"q_lora_rank": None}, "q_lora_rank in config.json is None"),
+    ],
+)
+def test_error_of_a_damaged_indexer_names_the_field(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        read_sparse(**fields)
+
+
+def read_sparse(**fields: Any) -> ModelConfig:
+    return model_config_from(
+        {
+            **V2_LITE,
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "q_lora_rank": 64,
+            "num_hidden_layers": 5,
+            **fields,
+        },
+        {},
+        dtype_name="bfloat16",
+    )
+
+
+def test_of_equal_scores_the_earlier_ones_are_selected() -> None:
+    scores = torch.tensor([[0.0, 2.0, -0.0, -3.0, 0.0, float("-inf")], [-2.0, -1.0, -1.0, -0.5, float("-inf"), -4.0]])
+    assert [sorted(row) for row in sparse._largest(scores, 3).tolist()] == [[0, 1, 2], [1, 2, 3]]
+    assert [sorted(row) for row in sparse._largest(scores, 5).tolist()] == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]]
+
+
+def test_sparse_attention_refuses_batch_invariance(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    with pytest.raises(StartupError, match="the tokens that the model's indexer selects depend on the batch"):
+        step_driver.load_runner(tiny_checkpoint("deepseek-v3.2"), batch_invariant=True)
+
+
+def test_fused_kernels_compute_sparse_attention_outside_of_graphs(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, found = tiny_checkpoint("glm-moe-dsa"), []
+    for kernels in (None, importlib.import_module("trioserve_kernels.reference_fused")):
+        if kernels is not None:
+            monkeypatch.setattr(step_model, "pick_kernels", lambda *_, chosen=kernels, **__: chosen)
+        found.append(answer(step_driver, path, cpu_kernels="torch"))
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-4)
+    assert found[1][1] == found[0][1]

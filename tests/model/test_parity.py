@@ -180,8 +180,9 @@ KINDS = (
     "llama4-long",
 )
 TORCH_KINDS = ("phimoe", "longcat-flash", "kimi-linear", "kimi-linear-lora", "laguna", "laguna-elements")
+TORCH_KINDS += ("deepseek-v3.2", "glm-moe-dsa")
 """Kinds that the native kernels do not compute."""
-TORCH_REASONS = "sparsemixer|beside an MLP|its own decay|ignores positions|softplus"
+TORCH_REASONS = "indexer|sparsemixer|beside an MLP|its own decay|ignores positions|softplus"
 VOCAB_SIZE = 320
 
 

@@ -251,12 +251,16 @@ def _layer_weights(config: ModelConfig) -> int:
 
 
 def _attended_numbers(layer: LayerConfig) -> int:
-    """Return the size of all heads' queries, plus the size of the values that one attended token contributes."""
+    """Return the size of all heads' queries, plus the size of the values that one attended token contributes.
+
+    With an indexer, all tokens count as attended, also those that it does not select.
+    """
     attention = layer.attention
     if isinstance(attention, AttentionConfig):
         return attention.query_size + attention.attended_size
     if isinstance(attention, LatentAttentionConfig):
-        return attention.head_count * (attention.entry_dim + attention.latent_dim)
+        index_numbers = 0 if (indexer := attention.indexer) is None else indexer.head_count * indexer.head_dim
+        return attention.head_count * (attention.entry_dim + attention.latent_dim) + index_numbers
     return 0
 
 
@@ -275,6 +279,8 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
     rank = attention.query_rank
     queries = hidden * attention.query_size if rank is None else rank * (hidden + attention.query_size)
     heads = attention.head_count * attention.latent_dim * (attention.plain_dim + attention.value_dim)
+    if (indexer := attention.indexer) is not None and rank is not None:
+        queries += rank * indexer.head_count * indexer.head_dim + hidden * (indexer.head_dim + indexer.head_count)
     return queries + heads + hidden * (attention.entry_dim + attention.value_size)
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "AttentionConfig",
     "DeltaNetConfig",
     "ExpertsConfig",
+    "IndexerConfig",
     "KVAttention",
     "KVEntry",
     "LatentAttentionConfig",
@@ -370,11 +371,40 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
         return self.head_dim
 
 
+class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Selection of the tokens that sparse attention attends to (DeepSeek-V3.2, arXiv 2512.02556).
+
+    Each token has one key, which is normalized and kept in the KV cache. The score of an attended token is the sum over
+    all heads of weight * relu(query * key). The queries are projections of the latent from which attention projects its
+    queries, and the weights are projections of the hidden state.
+
+    The original code also rotates queries and keys by a Hadamard matrix and rounds them to FP8. The rotation changes no
+    product, and the rounding only saves memory, so this description contains neither.
+
+    Attributes:
+        head_count: number of queries of a token, and of weights.
+        head_dim: size of a query, and of a key. The first numbers are rotated by positions, as many as attention
+            rotates.
+        token_count: number of tokens that a row attends to. A row with fewer earlier tokens attends to all of them.
+        has_adjacent_pairs: numbers 2j and 2j + 1 are rotated together. False: numbers j and j + half.
+    """
+
+    head_count: int
+    head_dim: int
+    token_count: int
+    has_adjacent_pairs: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("index_n_heads", self.head_count, HEADS_MAX)
+        check_count("index_head_dim", self.head_dim, DIMENSION_MAX)
+        check_count("index_topk", self.token_count, CONTEXT_TOKENS_MAX)
+
+
 class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     """Multi-head latent attention (MLA, arXiv 2405.04434) of one layer.
 
     For each token, the KV cache contains one latent and one rotated key, which all heads share. The keys and values of
-    each head are projections of the latent.
+    each head are projections of the latent. If the layer has an indexer, the indexer's key of the token follows them.
 
     Attributes:
         query_rank: size of the latent from which queries are projected. None: queries are projected from the hidden
@@ -385,6 +415,8 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
         value_dim: size of a head's value.
         rotary: rotation of these dimensions by positions. None: attention ignores positions.
         scale: factor of query times key.
+        indexer: selects the tokens that a row attends to. None: a row attends to all earlier tokens.
+        has_selected_tokens: a row attends to the tokens that the last earlier layer with an indexer selects.
     """
 
     head_count: int
@@ -396,6 +428,8 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
     rotary: RotaryConfig | None
     scale: float
     norm_eps: float = 1e-6
+    indexer: IndexerConfig | None = None
+    has_selected_tokens: bool = False
 
     window: ClassVar[None] = None
     section: ClassVar[None] = None
@@ -413,6 +447,15 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
         check_count("v_head_dim", self.value_dim, DIMENSION_MAX)
         check_positive("the attention's scale", self.scale)
         check_positive("the latents' epsilon", self.norm_eps)
+        if self.indexer is not None:
+            assert self.query_rank is not None, "an indexer projects its queries from the queries' latent"
+            assert self.rotary is not None, "an indexer rotates its keys"
+            assert not self.has_selected_tokens, "the layer selects tokens itself"
+            if self.indexer.head_dim < self.turned_dim:
+                raise ModelLoadError(
+                    f"index_head_dim is {self.indexer.head_dim}, but qk_rope_head_dim ({self.turned_dim}) of these "
+                    "numbers are rotated: the checkpoint's config is damaged"
+                )
         if self.rotary is None and self.turned_dim % 2:
             raise ModelLoadError(f"qk_rope_head_dim is {self.turned_dim}, but it must be even")
         if self.rotary is not None and self.rotary.rotated_dims != self.turned_dim:
@@ -431,11 +474,18 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
 
     @property
     def entry_dim(self) -> int:
+        """Size of a latent and a rotated key."""
         return self.latent_dim + self.turned_dim
 
     @property
+    def is_sparse(self) -> bool:
+        """True if an indexer selects the tokens that a row attends to."""
+        return self.indexer is not None or self.has_selected_tokens
+
+    @property
     def kv_entry(self) -> KVEntry:
-        return KVEntry(part_count=1, head_count=1, head_dim=self.entry_dim)
+        index_dim = 0 if self.indexer is None else self.indexer.head_dim
+        return KVEntry(part_count=1, head_count=1, head_dim=self.entry_dim + index_dim)
 
     @property
     def query_factor(self) -> float:

@@ -6,6 +6,7 @@ families/ and loading/ create the description from config.json or from GGUF meta
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -272,8 +273,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             check_positive("final_logit_softcapping", self.logit_cap)
         heads = {(attention.kv_entry, attention.head_count) for attention in self.attentions}
         assert len(heads) <= 1 or not self.sections, "layers with sections have equal heads"
-        if len(heads) > 1 and any(isinstance(attention, LatentAttentionConfig) for attention in self.attentions):
-            raise ModelLoadError("latent attention differs from layer to layer, which is not supported")
+        if any(isinstance(attention, LatentAttentionConfig) for attention in self.attentions):
+            _check_latents(self.attentions)
         for index, layer in enumerate(self.layers):
             _check_kv_from(index, layer, self.layers)
             if layer.shortcut is not None:
@@ -394,6 +395,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.has_attention and isinstance(self.kv_attention, LatentAttentionConfig)
 
     @property
+    def is_sparse(self) -> bool:
+        """True if an indexer selects the tokens that attention attends to, in some layers."""
+        return any(isinstance(each, LatentAttentionConfig) and each.is_sparse for each in self.attentions)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's states in all layers, in float32. 0 if no layer has a state."""
         return 4 * sum(layer.recurrent.state_size for layer in self.layers if layer.recurrent is not None)
@@ -427,6 +433,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def rotaries(self) -> tuple[tuple[RotaryConfig | None, int], ...]:
         """Distinct rotary configs with the sizes of their heads (turned_dim), in the order of the layers."""
         return tuple(dict.fromkeys((attention.rotary, attention.turned_dim) for attention in self.attentions))
+
+
+def _check_latents(attentions: Sequence[AttentionConfig | LatentAttentionConfig]) -> None:
+    """Check that all layers have equal latents, and that an indexer precedes each layer that needs selected tokens.
+
+    Raises:
+        ModelLoadError: they do not.
+    """
+    selects = False
+    for attention in attentions:
+        if not isinstance(attention, LatentAttentionConfig) or _heads(attention) != _heads(attentions[0]):
+            raise ModelLoadError("latent attention differs from layer to layer, which is not supported")
+        selects = selects or attention.indexer is not None
+        if attention.has_selected_tokens and not selects:
+            raise ModelLoadError("a layer needs the tokens that an earlier indexer selects, but there is none")
+
+
+def _heads(attention: AttentionConfig | LatentAttentionConfig) -> object:
+    return (attention.entry_dim, attention.head_count) if isinstance(attention, LatentAttentionConfig) else None
 
 
 def _check_kv_from(index: int, layer: LayerConfig, layers: tuple[LayerConfig, ...]) -> None:

@@ -120,6 +120,20 @@ def test_stages_compute_the_same_bits_as_one_process(
         stages.close()
 
 
+def test_stages_of_sparse_attention_cut_before_an_indexer_only(
+    tiny_checkpoint: Callable[[str], Path], rank_program: ModuleType
+) -> None:
+    path = tiny_checkpoint("deepseek-v3.2")
+    whole = whole_runner(path)
+    expected = rank_program.history(whole)
+    whole.close()
+    stages = Stages(path, 2)
+    assert rank_program.history(stages) == expected
+    stages.close()
+    with pytest.raises(StartupError, match="some of which use results of others: 1 stages are possible"):
+        stage_runs(open_checkpoint(tiny_checkpoint("glm-moe-dsa")), 2)
+
+
 def test_each_stage_has_only_its_weights_and_kv(tiny_checkpoint: Callable[[str], Path]) -> None:
     for kind, in_both in (("llama", False), ("llama-tied", True)):
         whole = open_checkpoint(tiny_checkpoint(kind))

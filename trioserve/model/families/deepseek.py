@@ -10,12 +10,11 @@ A layer of LongCat-Flash has two attentions and two MLPs, and experts whose resu
 as two layers.
 
 DeepSeek-V3.2 and GLM-5 have an indexer, which selects the tokens of a context that attention reads. It selects all
-tokens of a context of up to `index_topk` tokens. Only such contexts are served, and the indexer is not read.
+tokens of a context of up to `index_topk` tokens. If no longer context is served, the indexer is not read.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import (
     DeltaNetConfig,
     ExpertsConfig,
+    IndexerConfig,
     LatentAttentionConfig,
     LayerConfig,
     MlpConfig,
@@ -50,9 +50,6 @@ __all__ = [
     "MINICPM3",
     "SARVAM_MLA",
 ]
-
-
-logger = logging.getLogger(__name__)
 
 
 def _attention(fields: ModelFields, *, has_positions: bool = True) -> LatentAttentionConfig:
@@ -118,32 +115,58 @@ def _described(fields: ModelFields, family: str, mlps: list[MlpConfig | ExpertsC
 
 
 def _describe_v32(fields: ModelFields) -> ModelConfig:
-    return _described_indexed(fields, "deepseek_v32", dense_count=3, norm_eps=1e-6)
+    return _described_indexed(fields, "deepseek_v32", norm_eps=1e-6, has_adjacent_pairs=False)
 
 
 def _describe_glm_dsa(fields: ModelFields) -> ModelConfig:
-    return _described_indexed(fields, "glm_moe_dsa", dense_count=3, norm_eps=1e-5)
+    return _described_indexed(fields, "glm_moe_dsa", norm_eps=1e-5, has_adjacent_pairs=True)
 
 
-def _described_indexed(fields: ModelFields, family: str, dense_count: int, norm_eps: float) -> ModelConfig:
-    """Describe a model whose attention reads the tokens that an indexer selects, for contexts that it selects whole."""
+def _described_indexed(fields: ModelFields, family: str, norm_eps: float, has_adjacent_pairs: bool) -> ModelConfig:
+    """Describe a model whose attention reads the tokens that an indexer selects.
+
+    Args:
+        norm_eps: epsilon of the norms if the file does not contain it.
+        has_adjacent_pairs: see IndexerConfig, if the file does not contain it.
+    """
     if not {"indexed_attention"}.issuperset(fields.strings_or("layer_types", [])):
         raise fields.wrong("layer_types", "a list of 'indexed_attention'")
-    whole, selected = fields.whole("max_position_embeddings"), fields.whole_or("index_topk", 2048)
-    if selected < whole:
-        logger.warning(
-            "contexts are limited to index_topk tokens: the indexer of this model, which longer contexts need, is not "
-            "supported index_topk=%d max_position_embeddings=%d",
-            selected,
-            whole,
-        )
-    return _described(
-        fields,
-        family,
-        fields.routed_by_sigmoid(dense_count),
-        context_tokens_max=min(whole, selected),
-        norm_eps=fields.number_or("rms_norm_eps", norm_eps),
+    eps = fields.number_or("rms_norm_eps", norm_eps)
+    config = _described(fields, family, fields.routed_by_sigmoid(dense_count=3), norm_eps=eps)
+    indexer = IndexerConfig(
+        head_count=fields.whole("index_n_heads"),
+        head_dim=fields.whole_or("index_head_dim", 128),
+        token_count=fields.whole_or("index_topk", 2048),
+        has_adjacent_pairs=fields.flag_or("indexer_rope_interleave", has_adjacent_pairs),
     )
+    selects = _selecting_layers(fields)
+    served = config.context_tokens_max if fields.served_tokens is None else fields.served_tokens
+    if served <= indexer.token_count:
+        return config
+    if fields.is_null("q_lora_rank"):
+        raise fields.wrong("q_lora_rank", "a whole number for this family")
+    layers = []
+    for layer, own in zip(config.layers, selects, strict=True):
+        assert isinstance(layer.attention, LatentAttentionConfig), "all layers of this family have latents"
+        attention = msgspec.structs.replace(
+            layer.attention, indexer=indexer if own else None, has_selected_tokens=not own
+        )
+        layers.append(msgspec.structs.replace(layer, attention=attention))
+    return msgspec.structs.replace(config, layers=tuple(layers))
+
+
+def _selecting_layers(fields: ModelFields) -> list[bool]:
+    """Return True for each layer with an indexer. Another layer uses the tokens that an earlier layer selects."""
+    count, pattern = fields.layer_count, fields.strings_or_text("index_topk_pattern")
+    kinds = fields.strings_or("indexer_types", None) or [
+        {"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern
+    ]
+    if not kinds:
+        interval, offset = max(fields.whole_or("index_topk_freq", 1), 1), fields.whole_or("index_skip_topk_offset", 2)
+        kinds = ["shared" if max(index - offset + 1, 0) % interval else "full" for index in range(count)]
+    if len(kinds) < count or kinds[0] != "full" or not {"full", "shared"}.issuperset(kinds):
+        raise fields.wrong("indexer_types", "one of 'full' and 'shared' for each layer, 'full' for the first layer")
+    return [kind == "full" for kind in kinds[:count]]
 
 
 def _describe_v1(fields: ModelFields) -> ModelConfig:
@@ -268,7 +291,7 @@ AXK1 = replace(
     transformers=Naming(modules={**SHARED_EXPERTS, "mlp_output_norm": "post_mlp_layernorm"}, pairs_adjacent=True),
     gguf=None,
 )
-# Some layers of GLM-5 have no indexer: they read the tokens that an earlier layer's indexer selects.
+# Some files have an indexer in every layer, also in layers that use the tokens of an earlier one.
 _INDEXED = replace(
     DEEPSEEK_V3.transformers,
     unread=tuple(
@@ -276,15 +299,13 @@ _INDEXED = replace(
         for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
     ),
 )
-_INDEXED_NOTES = (
-    *("qk_head_dim", "index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk_freq"),
-    *("index_topk_pattern", "indexer_rope_interleave", "indexer_types"),
-)
+_INDEXED_NOTES = ("qk_head_dim", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     name="deepseek_v32",
     classes=("DeepseekV32ForCausalLM",),
     model_type="deepseek_v32",
+    defaults={**DEEPSEEK_V3.defaults, "index_n_heads": 64},
     notes=_INDEXED_NOTES,
     describe=_describe_v32,
     transformers=_INDEXED,
@@ -302,6 +323,7 @@ GLM_MOE_DSA = replace(
         "v_head_dim": 256,
         "n_group": 1,
         "topk_group": 1,
+        "index_n_heads": 32,
     },
     describe=_describe_glm_dsa,
 )

@@ -67,6 +67,7 @@ class ModelFields(Fields):
             and a default theta.
         eos_token_ids: end tokens that the reader of the file format found. Duplicates are dropped.
         dtype_name: dtype of the weights that the reader of the file format found.
+        served_tokens: longest context to be served, in tokens. None is the longest context of the model.
         spellings: names of fields in the file that differ from the usual names, by the usual names.
     """
 
@@ -78,9 +79,11 @@ class ModelFields(Fields):
         rope: RopeReader,
         eos_token_ids: Sequence[int],
         dtype_name: Dtype,
+        served_tokens: int | None = None,
         spellings: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(values, source, spellings)
+        self.served_tokens = served_tokens
         self._rope = rope
         self._eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._dtype_name: Dtype = dtype_name

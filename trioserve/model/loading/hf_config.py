@@ -125,6 +125,7 @@ def model_config_from(
         rope=functools.partial(_rope, context_tokens),
         eos_token_ids=(*ends, *Fields(config, source).wholes("eos_token_id")),
         dtype_name=dtype_name,
+        served_tokens=context_tokens,
         spellings={name: theirs for name, theirs in family.spellings.items() if theirs in config},
     )
     _check_windows(Fields(config, source))

@@ -208,6 +208,10 @@ TRANSFORMERS = Format(
         "kv_a_norm": "self_attn.kv_a_layernorm",
         "k_b_proj": "self_attn.k_b_proj",
         "v_b_proj": "self_attn.v_b_proj",
+        "index_q_proj": "self_attn.indexer.wq_b",
+        "index_k_proj": "self_attn.indexer.wk",
+        "index_k_norm": "self_attn.indexer.k_norm",
+        "index_weight_proj": "self_attn.indexer.weights_proj",
         "mlp_norm": "post_attention_layernorm",
         "mlp_output_norm": "post_feedforward_layernorm",
         "gate_proj": "mlp.gate_proj",
@@ -486,6 +490,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
         norms += zip(("time_step_norm", "b_norm", "c_norm"), recurrent.selected_sizes, strict=True)
     shapes = [shape for module, size in inputs for shape in _norm_shapes(module, size, norm)]
     shapes += [(f"{module}.weight", (size,)) for module, size in norms]
+    if isinstance(attention, LatentAttentionConfig) and attention.indexer is not None:
+        shapes += _norm_shapes("index_k_norm", attention.indexer.head_dim, "layer_biased")
     if isinstance(recurrent, StateSpaceConfig):
         shapes += [(f"state.{name}", (recurrent.head_count,)) for name in ("rates", "skips", "time_step_bias")]
     if isinstance(recurrent, DeltaNetConfig):
@@ -569,6 +575,10 @@ def _latent_matrices(attention: LatentAttentionConfig, hidden: int) -> Iterator[
     yield "k_b_proj", attention.head_count * attention.latent_dim, attention.plain_dim, False
     yield "v_b_proj", attention.value_size, attention.latent_dim, False
     yield "o_proj", hidden, attention.value_size, False
+    if attention.indexer is not None and rank is not None:
+        yield "index_q_proj", attention.indexer.head_count * attention.indexer.head_dim, rank, False
+        yield "index_k_proj", attention.indexer.head_dim, hidden, False
+        yield "index_weight_proj", attention.indexer.head_count, hidden, False
 
 
 def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int, experts: range) -> Iterator[tuple[str, int, int, bool]]:

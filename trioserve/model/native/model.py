@@ -123,6 +123,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
             return "some experts return their input"
         if isinstance(layer.attention, LatentAttentionConfig) and layer.attention.rotary is None:
             return "latent attention ignores positions"
+        if isinstance(layer.attention, LatentAttentionConfig) and (indexer := layer.attention.indexer) is not None:
+            return f"an indexer selects tokens in contexts of more than {indexer.token_count} tokens (--max-model-len)"
         if isinstance(layer.attention, KVAttention):
             sizes.extend(_attention_sizes(layer.attention))
         if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):

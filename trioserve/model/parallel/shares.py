@@ -439,7 +439,9 @@ def _attention(attention: AttentionConfig, place: Place) -> tuple[AttentionConfi
 
 
 def _latent_attention(attention: LatentAttentionConfig, place: Place) -> tuple[LatentAttentionConfig, Cuts]:
-    """Divide latent attention by heads. Each rank has all latents, because every head reads them."""
+    """Divide latent attention by heads. Each rank has all latents and the whole indexer, because every head reads the
+    latents that it selects.
+    """
     rank, size = place
     heads = even_runs(attention.head_count, size)[rank]
     queries = rows(times(heads, attention.plain_dim + attention.turned_dim))
@@ -454,6 +456,7 @@ def _latent_attention(attention: LatentAttentionConfig, place: Place) -> tuple[L
         "k_b_proj": rows(times(heads, attention.latent_dim)),
         "v_b_proj": rows(values),
         "o_proj": columns(rank, values),
+        **dict.fromkeys(("index_q_proj", "index_k_proj", "index_k_norm", "index_weight_proj"), WHOLE),
     }
     return replace(attention, head_count=heads[1]), cuts
 

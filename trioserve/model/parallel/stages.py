@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.layer_config import AttentionConfig, LayerConfig
+from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig, LayerConfig
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.encoder_part import EncoderPart
 from trioserve.model.loading.stored_tensor import AdapterWeights, StoredTensor
@@ -216,7 +216,8 @@ def _moved(layer: LayerConfig, first: int) -> LayerConfig:
 def stage_runs(checkpoint: Checkpoint, stage_count: int) -> Runs:
     """Divide the layers among stages such that the sum of the squares of the stages' sizes is minimal.
 
-    A layer that uses the keys and values or the shortcut of another layer is in the same stage as the other layer.
+    A layer that uses the keys and values, the shortcut or the selected tokens of another layer is in the same stage as
+    the other layer.
 
     Args:
         checkpoint: the whole model.
@@ -270,7 +271,12 @@ def _even_ends(cuts: Sequence[int], sums: Sequence[int], stage_count: int) -> li
 
 
 def _can_cut(config: ModelConfig, index: int) -> bool:
-    """Return True if a cut before a layer separates no layer from keys and values, or from a shortcut, that it uses."""
+    """Return True if a cut before a layer separates no layer from keys and values, a shortcut or selected tokens that
+    it uses.
+    """
+    attention = config.layers[index].attention
+    if isinstance(attention, LatentAttentionConfig) and attention.has_selected_tokens:
+        return False
     return config.layers[index - 1].shortcut is None and all(source >= index for source in config.kv_layers[index:])
 
 

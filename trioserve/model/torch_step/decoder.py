@@ -63,10 +63,12 @@ class _Carried(NamedTuple):
     Attributes:
         keys_values: keys and values of the step's rows by layer, [T, 2 * K * D] each.
         shortcuts: result of the previous layer's shortcut, [T, hidden_size]. Empty if it has none.
+        selected: tokens that the last indexer has selected. Empty if there was none.
     """
 
     keys_values: dict[int, Tensor]
     shortcuts: list[Tensor]
+    selected: list[AttentionTensors]
 
 
 class _Laurel:
@@ -487,7 +489,9 @@ class _Layer:
                 carried.keys_values[self._index] = found
         elif isinstance(self._attention, LatentAttention):
             assert angles is not None
-            attended = self._attention(normed, step, angles, pages, slots_of_layer)
+            before = carried.selected[-1] if carried.selected else None
+            attended, selected = self._attention(normed, step, angles, pages, slots_of_layer, before)
+            carried.selected[:] = () if selected is None else (selected,)
         else:
             attended = _compute_recurrent(self._attention, normed, step, states)
         if self._beside is not None:
@@ -720,7 +724,7 @@ class Decoder:
         product = None
         deep = self._deep_rows(step) if begun is None else []
         memories = (None,) * len(self._layers) if states is None else states.buffers
-        carried = _Carried({}, [])
+        carried = _Carried({}, [], [])
         streams = None if self._streams is None else self._streams.begin(hidden, step.token_ids)
         if step.encoded is not None:
             for layer, pages in zip(self._layers, storage.pages, strict=True):

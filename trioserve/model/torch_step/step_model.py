@@ -127,6 +127,11 @@ class TorchStepModel:
                 "with the Triton kernels, and these products on a GPU depend on the batch: leave batch_invariant "
                 "out, or use a CPU"
             )
+        if config.is_sparse and settings.batch_invariant:
+            raise StartupError(
+                "batch_invariant is set, but the tokens that the model's indexer selects depend on the batch: leave "
+                "batch_invariant out"
+            )
         entries = [attention.kv_entry.size for attention in config.attentions]
         self._shape = StepShape(
             block_size=settings.block_size,
@@ -136,7 +141,7 @@ class TorchStepModel:
             sections=config.sections,
             dtype=TORCH_DTYPES[dtype],
             device=place,
-            walks=kernels.WALKS,
+            walks=kernels.WALKS and not config.is_sparse,
             flash=_flash(config, kernels, settings, TORCH_DTYPES[dtype], place),
             cross=config.cross,
         )
@@ -189,9 +194,9 @@ class TorchStepModel:
     @property
     def _has_static_steps(self) -> bool:
         """True if steps of fixed shape are used. This needs fused kernels, because the host defines all sizes of
-        their launches.
+        their launches. Sparse attention has contexts of variable shape.
         """
-        return self.launches and not self._settings.enforce_eager
+        return self.launches and not self._settings.enforce_eager and not self.config.is_sparse
 
     @property
     def loading_threads(self) -> int:

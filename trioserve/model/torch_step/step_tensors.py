@@ -78,9 +78,9 @@ class HeadShape:
 
     @classmethod
     def of(cls, attention: AttentionConfig | LatentAttentionConfig) -> HeadShape:
-        entry = attention.kv_entry
-        latent_dim = attention.latent_dim if isinstance(attention, LatentAttentionConfig) else None
-        return cls(attention.head_count, entry.head_count, entry.head_dim, latent_dim)
+        if isinstance(attention, LatentAttentionConfig):
+            return cls(attention.head_count, 1, attention.entry_dim, attention.latent_dim)
+        return cls(attention.head_count, attention.kv_head_count, attention.head_dim)
 
     def work(self, rows: int, context_max: int, windows: Sequence[int | None], device: torch.device) -> DecodeWork:
         """Return buffers for decodes.
@@ -274,11 +274,13 @@ class AttentionTensors:
     Attributes:
         walk: tables for kernels that read block tables directly, or None. With a walk, decode_groups is empty, and
             prompt_parts has only the chunks of a step whose rows attend to later rows.
+        selected: rows that attend to selected tokens. Their block tables contain slots of single tokens, in any order.
     """
 
     decode_groups: tuple[DecodeGroup, ...]
     prompt_parts: tuple[PromptPart, ...]
     walk: TableWalk | None = None
+    selected: tuple[DecodeGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
