@@ -71,6 +71,7 @@ DENSE_MAX, LATENT_MAX, STATE_MAX, MIXTURE_MAX = 18, 29, 59, 22
 OWN_MIXTURE_MAX = {"gemma4": 4, "phimoe": 4, "longcat_flash": 10}
 SECTION_MAX = 12  # launches of a step that find the section of each decode
 XIELU_MAX = 9  # Apertus's activation in plain torch
+BLOCK_MAX = 24  # a shared block beside a state: attention, an MLP and adapters (Zamba2)
 STREAMS_MAX = 105  # Gemma 3n computes several hidden states in parallel.
 
 
@@ -78,6 +79,7 @@ def layer_max(config: ModelConfig) -> int:
     """Return the allowed number of launches of one layer."""
     dense = DENSE_MAX + XIELU_MAX * (config.family == "apertus")
     plain = STATE_MAX if config.state_bytes else LATENT_MAX if config.has_latents else dense
+    plain += BLOCK_MAX * any(layer.block is not None for layer in config.layers)
     if config.streams is not None:
         plain = STREAMS_MAX
     if not config.has_experts:

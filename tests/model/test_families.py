@@ -793,6 +793,25 @@ def test_falcon_3_and_internlm_3_are_described_as_llamas() -> None:
     assert (biased.heads.has_bias, biased.heads.has_output_bias) == (True, False)
 
 
+def test_copies_of_a_shared_block_are_not_read(
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    """Some files of Zamba2 have the block's weights in each layer with the block."""
+    path = shutil.copytree(tiny_checkpoint("zamba2"), tmp_path / "model")
+    expected = tensors_of(open_checkpoint(path))
+    tensors = load_file(path / "model.safetensors")
+    first, second = "model.layers.1.shared_transformer.", "model.layers.3.shared_transformer."
+    copies = {name.replace(first, second): tensor.clone() for name, tensor in tensors.items() if first in name}
+    assert copies
+    assert not copies.keys() & tensors.keys()
+    save_file({**tensors, **copies}, path / "model.safetensors")
+    found = tensors_of(open_checkpoint(path))
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_inner_object_describes_the_layers_of_kimi_linear() -> None:
     fields = {**EXPERTS, "num_experts_per_token": 2, "model_max_length": 512, "kv_lora_rank": 32}
     fields |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}

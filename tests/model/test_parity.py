@@ -163,6 +163,8 @@ KINDS = (
     "qwen3-next-biased",
     "qwen3.5",
     "qwen3.5-moe",
+    "zamba2",
+    "zamba2-adapted",
     "bamba",
     "glm4-moe",
     "dots1",
@@ -180,9 +182,9 @@ KINDS = (
     "llama4-long",
 )
 TORCH_KINDS = ("phimoe", "longcat-flash", "kimi-linear", "kimi-linear-lora", "laguna", "laguna-elements")
-TORCH_KINDS += ("deepseek-v3.2", "glm-moe-dsa")
+TORCH_KINDS += ("deepseek-v3.2", "glm-moe-dsa", "zamba2", "zamba2-adapted")
 """Kinds that the native kernels do not compute."""
-TORCH_REASONS = "indexer|sparsemixer|beside an MLP|its own decay|ignores positions|softplus"
+TORCH_REASONS = "indexer|sparsemixer|beside an MLP|its own decay|ignores positions|softplus|share a transformer block"
 VOCAB_SIZE = 320
 
 

@@ -122,6 +122,7 @@ def conversation(driver: Any) -> dict[str, list[int]]:
         "granite-hybrid-moe",
         "falcon-h1",
         "mamba2",
+        "zamba2-adapted",
         "jamba",
         "nemotron-h-moe",
         "qwen3-next",

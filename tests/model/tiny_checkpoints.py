@@ -139,6 +139,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # one or two kinds of each further family; write_gguf does not support them
 _MAMBA_1 = {"state_size": 16, "conv_kernel": 3, "layer_norm_epsilon": 1e-4, "pad_token_id": 0}
+_ZAMBA2 = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    "mamba_d_state": 16,
+    "mamba_d_conv": 3,
+    "n_mamba_heads": 8,
+    "adapter_rank": 16,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
 _JAMBA = {
     "mamba_d_state": 16,
     "mamba_d_conv": 3,
@@ -1023,6 +1033,31 @@ FAMILY_KINDS |= {
     ),
     "qwen3.5": ("qwen3_5_text", {**_DELTA, "num_hidden_layers": 3, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", {**_DELTA, **_QWEN_EXPERTS, "linear_num_key_heads": 2}),
+    "zamba2": ("zamba2", _ZAMBA2),
+    "zamba2-adapted": (
+        "zamba2",
+        {
+            **_ZAMBA2,
+            "num_hidden_layers": 7,
+            "layers_block_type": [
+                "hybrid",
+                "linear_attention",
+                "hybrid",
+                "hybrid",
+                "linear_attention",
+                "hybrid",
+                "hybrid",
+            ],
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "num_key_value_heads": 4,
+            "use_mem_rope": True,
+            "add_bias_linear": True,
+            "mamba_ngroups": 2,
+            "time_step_min": 0.5,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "bamba": ("bamba", {**_MAMBA, "head_dim": 32, "attn_layer_indices": [1], "num_hidden_layers": 3}),
 }
 FAMILY_KINDS |= {

@@ -29,6 +29,7 @@ from trioserve.model.layer_config import (
     LayerConfig,
     MlpConfig,
     SelectiveScanConfig,
+    SharedBlock,
 )
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, KvFormat, head_bytes, kv_format_of
@@ -244,6 +245,7 @@ def _layer_weights(config: ModelConfig) -> int:
     hidden, streams = config.hidden_size, config.streams
     own = sum(_attention_weights(layer, config) + hidden * _mlp_columns(layer) for layer in config.layers)
     own += 2 * hidden * sum(layer.laurel_rank for layer in config.layers)
+    own += sum(_block_weights(layer, layer.block, hidden) for layer in config.layers if layer.block is not None)
     if streams is None:
         return own
     # With residual streams, each layer also has three projections: to the inputs, to their gate, and back.
@@ -282,6 +284,15 @@ def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
     if (indexer := attention.indexer) is not None and rank is not None:
         queries += rank * indexer.head_count * indexer.head_dim + hidden * (indexer.head_dim + indexer.head_count)
     return queries + heads + hidden * (attention.entry_dim + attention.value_size)
+
+
+def _block_weights(layer: LayerConfig, block: SharedBlock, hidden: int) -> int:
+    """Return the number of weights of a shared block that a plain layer does not have: a second half of the inputs of
+    attention, adapters, and the projection of the result.
+    """
+    assert isinstance(layer.attention, AttentionConfig), "checked by LayerConfig"
+    adapters = sum(block.rank * sum(sizes) for sizes in block.adapters(layer, hidden).values())
+    return hidden * (layer.attention.projected_size + hidden) + adapters
 
 
 def _mlp_columns(layer: LayerConfig) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "StateSpaceConfig",
     "Scoring",
     "SelectiveScanConfig",
+    "SharedBlock",
     "SelectionNorm",
     "Temperature",
     "XIELU_NUMBERS",
@@ -677,6 +678,7 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
             normalized, then multiplied by silu(z). "none": the output is only multiplied by silu(z).
         time_step_min: lower bound of softplus(time step + the head's bias).
         time_step_max: upper bound of softplus(time step + the head's bias).
+        norm_eps: number that the norm of the output adds to the mean square. None: that of the model's norms.
     """
 
     head_count: int
@@ -689,6 +691,7 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
     norm: StateNorm = "gated"
     time_step_min: float = 0.0
     time_step_max: float = math.inf
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         check_count("the state space's head count", self.head_count, HEADS_MAX)
@@ -697,6 +700,8 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
         check_count("the state space's state size", self.vector_size, DIMENSION_MAX)
         check_count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
         check_count("the state space's state", self.state_size, STATE_NUMBERS_MAX)
+        if self.norm_eps is not None:
+            check_positive("the state space's epsilon", self.norm_eps)
         if self.head_count % self.group_count:
             raise ModelLoadError(
                 f"the state space has {self.head_count} heads in {self.group_count} groups, but each group must have "
@@ -913,6 +918,46 @@ Recurrent: TypeAlias = ShortConvConfig | StateSpaceConfig | SelectiveScanConfig 
 """Part of a layer that keeps a state of a whole sequence."""
 
 
+class SharedBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """Transformer block that several layers share (Zamba2, arXiv 2411.15242).
+
+    The block reads the hidden state and the token's embedding, concatenated. Its MLP reads the norm of attention's
+    result. A projection of the MLP's result is added to the input of the layer's state space, and to nothing else.
+
+    Attention and MLP are those of the LayerConfig. All layers with one block have its weights. The projection, the KV
+    entries and the adapters belong to each layer. An adapter is a product of two matrices that is added to a
+    projection of the block.
+
+    Attributes:
+        first: index of the first layer with this block.
+        use: index of this layer among all layers with blocks.
+        rank: rank of the adapters.
+        adapts_attention: queries, keys and values have adapters. The MLP always has one.
+    """
+
+    first: int
+    use: int
+    rank: int
+    adapts_attention: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("adapter_rank", self.rank, DIMENSION_MAX)
+
+    def adapters(self, layer: LayerConfig, hidden_size: int) -> dict[str, tuple[int, int]]:
+        """Return numbers of inputs and outputs of each adapter, by name: q, k and v if they have any, then gate_up.
+
+        Args:
+            layer: the layer with this block.
+            hidden_size: size of the model's hidden state.
+        """
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, AttentionConfig), "checked by LayerConfig"
+        assert isinstance(mlp, MlpConfig), "checked by LayerConfig"
+        sizes = {"q": attention.query_size, "k": attention.key_size, "v": attention.value_size}
+        found = {name: (2 * hidden_size, size) for name, size in sizes.items() if self.adapts_attention}
+        return {**found, "gate_up": (hidden_size, 2 * mlp.intermediate_size)}
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: attention or its replacement, then an MLP or a mixture of experts.
 
@@ -936,6 +981,8 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         has_scale: after the layer, the hidden state is multiplied by a number that the checkpoint contains.
         normalizes_sums: input norms normalize the hidden state after each sum, and not the input of attention and the
             MLP (post-norm, arXiv 1706.03762).
+        block: attention and the MLP are a block that several layers share. Its result is added to the input of the
+            state space `beside`, whose result is the layer's only one.
     """
 
     attention: KVAttention | Recurrent | None
@@ -951,6 +998,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     laurel_rank: int = 0
     has_scale: bool = False
     normalizes_sums: bool = False
+    block: SharedBlock | None = None
 
     def __post_init__(self) -> None:
         check_positive("residual_multiplier", self.residual_scale)
@@ -979,6 +1027,11 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
             assert self.has_input_norms, "laurel adds the normed input of attention"
             assert self.mlp is not None, "laurel needs a layer with two sums"
             assert not self.is_parallel, "laurel needs a layer with two sums"
+        if self.block is not None:
+            assert isinstance(self.mlp, MlpConfig), "a shared block has an MLP"
+            assert self.mlp.has_gate, "the MLP of a shared block has a gate"
+            assert self.mlp.activation != "xielu", "xielu applies to MLPs without a gate"
+            assert self.beside is not None, "a state space reads the result of a shared block"
         if self.beside is None:
             return
         attends = isinstance(self.attention, AttentionConfig)

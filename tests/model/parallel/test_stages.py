@@ -219,8 +219,9 @@ def test_layer_that_adds_a_shortcut_is_in_the_same_stage_as_the_source_of_the_sh
 def test_too_many_stages_are_refused(tiny_checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(StartupError, match=r"9 stages cannot share \d layers: \d stages are possible"):
         StageCheckpoint(open_checkpoint(tiny_checkpoint("llama")), 0, 9)
-    with pytest.raises(StartupError, match="several streams"):
-        StageCheckpoint(open_checkpoint(tiny_checkpoint("gemma3n")), 0, 2)
+    for kind, reason in (("gemma3n", "several streams"), ("zamba2", "layers share a block")):
+        with pytest.raises(StartupError, match=reason):
+            StageCheckpoint(open_checkpoint(tiny_checkpoint(kind)), 0, 2)
 
 
 @pytest.mark.parametrize("cpu_kernels", ["native", "torch"])

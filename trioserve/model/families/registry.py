@@ -61,7 +61,7 @@ from trioserve.model.families.llama import (
 )
 from trioserve.model.families.llama4 import LLAMA4
 from trioserve.model.families.mamba import FALCON_MAMBA, JAMBA, MAMBA
-from trioserve.model.families.mamba2 import BAMBA, MAMBA2
+from trioserve.model.families.mamba2 import BAMBA, MAMBA2, ZAMBA2
 from trioserve.model.families.mimo import MIMO_V2_FLASH
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
 from trioserve.model.families.mixtral import DBRX, MINIMAX_M2, MIXTRAL
@@ -162,6 +162,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GRANITE_HYBRID,
     BAMBA,
+    ZAMBA2,
     FALCON_H1,
     MAMBA2,
     MAMBA,

@@ -36,6 +36,7 @@ from trioserve.model.layer_config import (
     Recurrent,
     RotaryConfig,
     SelectiveScanConfig,
+    SharedBlock,
     ShortConvConfig,
     StateSpaceConfig,
 )
@@ -408,6 +409,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes["layer_inputs.norm.weight"] = (streams.input_size,)
         shapes |= {f"streams.{index}.in_proj.weight": (hidden, hidden) for index in range(streams.count - 1)}
     for index, layer in enumerate(config.layers):
+        if layer.block is not None:
+            shapes |= _hybrid_shapes(index, layer, layer.block, hidden, config.norm)
+            continue
         experts = range(0) if layer.experts is None else config.experts_of(index)
         for module, shape in _layer_shapes(layer, hidden, experts, config.norm):
             shapes[f"layers.{index}.{module}"] = shape
@@ -527,6 +531,22 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
     return shapes
 
 
+def _hybrid_shapes(index: int, layer: LayerConfig, block: SharedBlock, hidden: int, norm: NormKind) -> dict[str, Shape]:
+    """Return the shapes of one layer's tensors by our names. The first layer with a shared block has its weights."""
+    shapes: dict[str, Shape] = {}
+    if block.first == index:
+        plain = dict(_layer_shapes(LayerConfig(attention=layer.attention, mlp=layer.mlp), hidden, range(0), norm))
+        plain |= {f"{part}_proj.weight": (plain[f"{part}_proj.weight"][0], 2 * hidden) for part in "qkv"}
+        plain["attention_norm.weight"] = (2 * hidden,)
+        shapes |= {f"layers.{index}.block.{module}": shape for module, shape in plain.items()}
+    for name, (inputs, outputs) in block.adapters(layer, hidden).items():
+        adapter = f"layers.{block.first}.adapters.{block.use}.{name}"
+        shapes |= {f"{adapter}_a.weight": (block.rank, inputs), f"{adapter}_b.weight": (outputs, block.rank)}
+    shapes[f"layers.{index}.block_proj.weight"] = (hidden, hidden)
+    own = _layer_shapes(LayerConfig(attention=layer.beside, mlp=None), hidden, range(0), norm)
+    return shapes | {f"layers.{index}.hybrid.{module}": shape for module, shape in own}
+
+
 def _attention_matrices(
     attention: AttentionConfig | LatentAttentionConfig, hidden: int
 ) -> Iterator[tuple[str, int, int, bool]]:
@@ -622,23 +642,23 @@ def outside_name(name: str, family: str, format: Format, *, is_joint: bool = Fal
     if is_joint:
         joint = naming.modules.get("kv_b_proj", format.joint).format(sublayer=sublayer)
         return f"{layer}{joint}.{kind}"
-    expert = path[3] if path[2:3] == ["experts"] else ""
+    item = path[3] if path[2:3] in (["experts"], ["adapters"]) else ""
     stream = path[1] if path[0] == "streams" else ""
     module = _module(path)
     if whole := naming.modules.get(f"{module}.{kind}") or format.modules.get(f"{module}.{kind}"):
         return f"{layer}{whole}"
     usual = naming.modules.get(module) or format.modules[module]
-    return f"{layer}{usual.format(expert=expert, stream=stream, sublayer=sublayer)}.{kind}"
+    return f"{layer}{usual.format(expert=item, use=item, stream=stream, sublayer=sublayer)}.{kind}"
 
 
 def _module(path: list[str]) -> str:
-    """Return the module of a tensor, without the indexes of a layer, an expert or a stream.
+    """Return the module of a tensor, without the indexes of a layer, an expert, an adapter or a stream.
 
     Args:
         path: components of our name, which are separated by dots, without the last one.
     """
     path = path[2:] if path[0] == "layers" else path
-    return ".".join(path[:1] + path[2:] if path[0] in ("experts", "streams") else path)
+    return ".".join(path[:1] + path[2:] if path[0] in ("experts", "adapters", "streams") else path)
 
 
 def tensor_places(
@@ -734,7 +754,8 @@ def match_tensors(
 
 def _unread(config: ModelConfig, format: Format) -> set[str]:
     """Return names of unused tensors. The family lists some of them. Some files have key and value tensors for layers
-    that use another layer's keys and values, or matrices of experts that return their input.
+    that use another layer's keys and values, matrices of experts that return their input, or a copy of a shared block
+    for each layer with this block.
     """
     naming = format.naming_of(config.family)
     prefix = naming.layers or format.layers
@@ -745,6 +766,11 @@ def _unread(config: ModelConfig, format: Format) -> set[str]:
     for index, layer in enumerate(config.layers):
         for expert in () if (mlp := layer.experts) is None else range(mlp.expert_count, mlp.choice_count):
             names += [f"layers.{index}.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
+    for index, layer in enumerate(config.layers):
+        if layer.block is not None and layer.block.first != index:
+            first = f"layers.{layer.block.first}."
+            owned = (name for name in tensor_shapes(config) if name.startswith((f"{first}block.", f"{first}adapters.")))
+            names += [f"layers.{index}.{name.removeprefix(first)}" for name in owned]
     return unread.union(outside_name(name, config.family, format) for name in names)
 
 

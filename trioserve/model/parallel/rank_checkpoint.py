@@ -112,7 +112,7 @@ class RankCheckpoint:
 
 def _cut_named(cuts: Cuts, path: list[str]) -> Cut:
     """Return the cut of a tensor. The path is the tensor's name without the layer."""
-    if path[0] in ("experts", "streams") and path[1].isdecimal():
+    if path[0] in ("experts", "adapters", "streams") and path[1].isdecimal():
         path = [path[0], *path[2:]]
     *module, kind = path
     cut = cuts[".".join(module if kind in ("weight", "bias") else path)]

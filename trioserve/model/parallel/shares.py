@@ -18,6 +18,7 @@ The following layers are not divided. Every rank has all their weights:
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -334,6 +335,8 @@ class _Divider:
             )
 
     def layer(self, layer: LayerConfig) -> tuple[LayerConfig, LayerPart, Cuts]:
+        if layer.block is not None:  # Each rank has whole layers with shared blocks.
+            return layer, LayerPart(sums_attention=False, sums_mlp=False), defaultdict(lambda: WHOLE)
         mixer, divides_mixer = layer.attention, self._divides_attention
         if not isinstance(mixer, KVAttention):
             divides_mixer = mixer is not None and _recurrent(mixer, self._place) is not None

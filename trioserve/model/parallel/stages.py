@@ -230,6 +230,8 @@ def stage_runs(checkpoint: Checkpoint, stage_count: int) -> Runs:
         StartupError: the model cannot be divided into so many stages.
     """
     config = checkpoint.config
+    if any(layer.block is not None for layer in config.layers):
+        raise StartupError(f"{stage_count} stages cannot share a model whose layers share a block: use one stage")
     if config.streams is not None:
         raise StartupError(
             f"{stage_count} stages cannot share a model whose hidden state has several streams, or whose layers have "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,11 +64,13 @@ class _Carried(NamedTuple):
         keys_values: keys and values of the step's rows by layer, [T, 2 * K * D] each.
         shortcuts: result of the previous layer's shortcut, [T, hidden_size]. Empty if it has none.
         selected: tokens that the last indexer has selected. Empty if there was none.
+        embedded: embeddings of the step's rows, [T, hidden_size]. None if no layer reads them.
     """
 
     keys_values: dict[int, Tensor]
     shortcuts: list[Tensor]
     selected: list[AttentionTensors]
+    embedded: Tensor | None
 
 
 class _Laurel:
@@ -95,7 +97,11 @@ class _Laurel:
 
 
 class _Attention:
-    """Attention of one layer with keys and values for each head, see AttentionConfig."""
+    """Attention of one layer with keys and values for each head, see AttentionConfig.
+
+    Args:
+        inputs: size of the rows that are projected. None: the hidden size.
+    """
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class _Attention:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        inputs: int | None = None,
     ) -> None:
         self._kernels = kernels
         self._config, self._norm_eps = attention, config.norm_eps
@@ -114,7 +121,7 @@ class _Attention:
         hidden, keys, queries = config.hidden_size, attention.key_size, attention.query_size
         own = {"k_proj": keys, "v_proj": attention.value_size} if attention.kv_from is None else {}
         unbiased = () if attention.has_key_bias else ("k_proj",)
-        self._qkv = linear(hidden, attention.has_bias, unbiased, q_proj=queries, **own)
+        self._qkv = linear(inputs or hidden, attention.has_bias, unbiased, q_proj=queries, **own)
         self._gate: Linear | None = None
         if attention.has_gate:
             self._gate = linear(hidden, attention.has_bias, q_gate_proj=attention.gate_size)
@@ -143,6 +150,7 @@ class _Attention:
         pages: Tensor,
         slots_of_layer: Tensor,
         shared: Tensor | None,
+        added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute attention, and write the step's keys and values into the KV cache.
 
@@ -151,12 +159,15 @@ class _Attention:
             pages: KV buffer of the layer that keeps the keys and values.
             slots_of_layer: the buffer of `pages` with the shape [slots, numbers of a token].
             shared: keys and values of the step's rows that another layer computed. None: this layer computes its own.
+            added: numbers that are added to the projections to queries, keys and values.
 
         Returns:
             Result of attention [T, hidden_size], and the rows' keys and values [T, 2 * K * D].
         """
         kernels, attention = self._kernels, self._config
         qkv = self._qkv(normed, step.adapters)
+        if added is not None:
+            qkv += added
         if attention.value_dim < attention.head_dim and shared is None:
             qkv = _with_padded_values(qkv, attention)
         queries = qkv[:, : attention.query_size]
@@ -281,6 +292,36 @@ def _biased(
     return AttentionTensors(groups, tuple(parts))
 
 
+def _linear_maker(
+    name: str, kernels: Kernels, block_types: Mapping[str, str], *, dtype: torch.dtype, device: torch.device
+) -> MakeLinear:
+    """Return a function that makes the linear layers of a module.
+
+    Args:
+        name: name of the module, such as layers.0.
+        block_types: see Decoder.
+    """
+
+    def linear(inputs: int, has_bias: bool, unbiased: Collection[str] = (), **outputs: int) -> Linear:
+        named = {f"{name}.{module}": size for module, size in outputs.items()}
+        kept = {block_types.get(f"{each}.weight") for each in named}
+        block_type = kept.pop() if len(kept) == 1 else None
+        if block_type == FP8_ROWS and not Fp8Weight.fits(inputs, sum(named.values())):
+            block_type = None
+        return Linear(
+            inputs,
+            named,
+            bias=has_bias,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            unbiased=[f"{name}.{module}" for module in unbiased],
+            block_type=block_type,
+        )
+
+    return linear
+
+
 class _Layer:
     """One layer: attention and MLP, with their norms and residual sums, see LayerConfig."""
 
@@ -294,6 +335,7 @@ class _Layer:
         dtype: torch.dtype,
         device: torch.device,
         block_types: Mapping[str, str],
+        name: str | None = None,
     ) -> None:
         self._kernels = kernels
         self._layer, self._index = layer, index
@@ -307,7 +349,7 @@ class _Layer:
         attention, mlp = layer.attention, layer.mlp
         self.rotary = (attention.rotary, attention.turned_dim) if isinstance(attention, KVAttention) else None
         hidden = config.hidden_size
-        name = f"layers.{index}"
+        name = f"layers.{index}" if name is None else name
 
         def made_norm(module: str) -> Norm:
             return Norm(f"{name}.{module}", hidden, config, kernels, dtype=dtype, device=device)
@@ -315,23 +357,7 @@ class _Layer:
         def norm(module: str, is_there: bool) -> Norm | None:
             return made_norm(module) if is_there else None
 
-        def linear(inputs: int, has_bias: bool, unbiased: Collection[str] = (), **outputs: int) -> Linear:
-            named = {f"{name}.{module}": size for module, size in outputs.items()}
-            kept = {block_types.get(f"{each}.weight") for each in named}
-            block_type = kept.pop() if len(kept) == 1 else None
-            if block_type == FP8_ROWS and not Fp8Weight.fits(inputs, sum(named.values())):
-                block_type = None
-            return Linear(
-                inputs,
-                named,
-                bias=has_bias,
-                dtype=dtype,
-                device=device,
-                kernels=kernels,
-                unbiased=[f"{name}.{module}" for module in unbiased],
-                block_type=block_type,
-            )
-
+        linear = _linear_maker(name, kernels, block_types, dtype=dtype, device=device)
         self._attention_norm = norm("attention_norm", layer.has_attention_norm)
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
         self._mlp_norm = norm("mlp_norm", layer.has_mlp_norm)
@@ -552,6 +578,130 @@ class _Layer:
         return product if scale == 1.0 else product.mul_(scale)
 
 
+class _SharedBlock:
+    """Weights of a transformer block that several layers share, see SharedBlock."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, kernels: Kernels, block_types: Mapping[str, str], **placement: Any
+    ) -> None:
+        name, layer, hidden = f"layers.{index}.block", config.layers[index], config.hidden_size
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, AttentionConfig), "checked by LayerConfig"
+        assert isinstance(mlp, MlpConfig), "checked by LayerConfig"
+        assert mlp.activation != "xielu", "checked by LayerConfig"
+        linear = _linear_maker(name, kernels, block_types, **placement)
+        self._norm = Norm(f"{name}.attention_norm", 2 * hidden, config, kernels, **placement)
+        self._attention = _Attention(name, linear, config, attention, kernels, **placement, inputs=2 * hidden)
+        self._mlp_norm = Norm(f"{name}.mlp_norm", hidden, config, kernels, **placement)
+        size, has_bias = mlp.intermediate_size, mlp.has_bias
+        self._mlp = Mlp(linear, "", hidden, size, mlp.activation, kernels, has_bias=has_bias)
+        self.linears = (*self._attention.linears, *self._mlp.linears)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (self._norm, self._attention, self._mlp_norm, self._mlp):
+            yield from part.slots()
+
+    def __call__(
+        self,
+        inputs: Tensor,
+        adapters: Mapping[str, tuple[Linear, Linear]],
+        step: StepTensors,
+        angles: Angles,
+        pages: Tensor,
+        slots_of_layer: Tensor,
+    ) -> Tensor:
+        """Compute the block, and write the step's keys and values.
+
+        Args:
+            inputs: [T, 2 * hidden_size], hidden state and embedding of each row.
+            adapters: two matrices for each adapter of the layer, by name.
+
+        Returns:
+            [T, hidden_size].
+        """
+        normed = self._norm(inputs)
+        products = [adapters[name][1](adapters[name][0](normed)) for name in "qkv" if name in adapters]
+        added = torch.cat(products, -1) if products else None
+        attended, _ = self._attention(normed, step, angles, pages, slots_of_layer, None, added)
+        normed = self._mlp_norm(attended)
+        first, second = adapters["gate_up"]
+        return self._mlp(normed, added=second(first(normed)))
+
+
+class _HybridLayer:
+    """Layer whose state space reads the hidden state plus the result of a shared block, see SharedBlock.
+
+    Args:
+        blocks: shared blocks by the index of their first layer. If this layer is a block's first, it adds the block.
+    """
+
+    streams: LayerStreams | None = None
+    scale: Tensor | None = None
+    adapted: tuple[Linear, ...] = ()
+    products: Mapping[tuple[int, int], Callable[[Tensor], Tensor]] = {}
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        kernels: Kernels,
+        blocks: dict[int, _SharedBlock],
+        block_types: Mapping[str, str],
+        **placement: Any,
+    ) -> None:
+        layer = config.layers[index]
+        attention, block = layer.attention, layer.block
+        assert isinstance(attention, AttentionConfig), "checked by LayerConfig"
+        assert block is not None, "the caller has checked that there is a block"
+        if block.first == index:
+            blocks[index] = _SharedBlock(config, index, kernels, block_types, **placement)
+        self._block, self._owned = blocks[block.first], [blocks[index]] if block.first == index else []
+        self.rotary = (attention.rotary, attention.turned_dim)
+        mixer = LayerConfig(attention=layer.beside, mlp=None)
+        name = f"layers.{index}"
+        self._mixer = _Layer(config, index, mixer, kernels, **placement, block_types=block_types, name=f"{name}.hybrid")
+        linear = _linear_maker(name, kernels, block_types, **placement)
+        self._output = linear(config.hidden_size, False, block_proj=config.hidden_size)
+        linear = _linear_maker(f"layers.{block.first}.adapters.{block.use}", kernels, block_types, **placement)
+        self._adapters: dict[str, tuple[Linear, Linear]] = {}
+        for adapter, (inputs, outputs) in block.adapters(layer, config.hidden_size).items():
+            first = linear(inputs, False, **{f"{adapter}_a": block.rank})
+            self._adapters[adapter] = first, linear(block.rank, False, **{f"{adapter}_b": outputs})
+        self._own = (self._output, *(linear for pair in self._adapters.values() for linear in pair))
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (*(linear for block in self._owned for linear in block.linears), *self._own, *self._mixer.linears)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(linear.saved_bytes for linear in self.linears)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        parts: tuple[_SharedBlock | Linear | _Layer, ...] = (*self._owned, *self._own, self._mixer)
+        for part in parts:
+            yield from part.slots()
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        product: Tensor | None,
+        step: StepTensors,
+        angles: Angles | None,
+        pages: Tensor,
+        slots_of_layer: Tensor,
+        states: Tensor | None,
+        carried: _Carried,
+        sums: RankSums,
+    ) -> Tensor | None:
+        """Compute the layer, see _Layer."""
+        assert angles is not None, "a layer with attention has angles"
+        assert carried.embedded is not None, "the embeddings are kept for this layer"
+        inputs = torch.cat((_added(hidden, product, None), carried.embedded), -1)
+        found = self._output(self._block(inputs, self._adapters, step, angles, pages, slots_of_layer))
+        return self._mixer(found.add_(hidden), None, step, None, pages, slots_of_layer, states, carried, sums)
+
+
 def _compute_recurrent(
     layer: ShortConv | StateSpace | SelectiveScan | DeltaNet, normed: Tensor, step: StepTensors, states: Tensor | None
 ) -> Tensor:
@@ -626,8 +776,11 @@ class Decoder:
         # The scale is rounded to the dtype, as in the reference implementations. The scale is a Python number, because
         # a tensor would be copied to the device in each step.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        self._layers = [
+        blocks: dict[int, _SharedBlock] = {}
+        self._layers: list[_Layer | _HybridLayer] = [
             _Layer(config, index, layer, kernels, dtype=dtype, device=device, block_types=block_types or {})
+            if layer.block is None
+            else _HybridLayer(config, index, kernels, blocks, block_types or {}, dtype=dtype, device=device)
             for index, layer in enumerate(config.layers)
         ]
         self._kv_layers = config.kv_layers
@@ -724,12 +877,14 @@ class Decoder:
         product = None
         deep = self._deep_rows(step) if begun is None else []
         memories = (None,) * len(self._layers) if states is None else states.buffers
-        carried = _Carried({}, [], [])
+        has_blocks = any(layer.block is not None for layer in self.config.layers)
+        carried = _Carried({}, [], [], hidden.clone() if has_blocks else None)
         streams = None if self._streams is None else self._streams.begin(hidden, step.token_ids)
         if step.encoded is not None:
             for layer, pages in zip(self._layers, storage.pages, strict=True):
                 if sums.is_over:
                     return None
+                assert isinstance(layer, _Layer), "checked by ModelConfig"
                 layer.store_encoded(step.encoded, pages.flatten(0, 1).flatten(1))
         if not len(hidden):  # The step has only positions before the decoder's first token.
             return hidden

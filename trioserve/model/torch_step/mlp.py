@@ -81,8 +81,17 @@ class Mlp:
             if part is not None:
                 yield from part.slots()
 
-    def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def __call__(self, values: Tensor, adapters: AdapterRows | None = None, added: Tensor | None = None) -> Tensor:
+        """Compute the MLP.
+
+        Args:
+            values: [T, hidden_size].
+            adapters: rows that use an adapter.
+            added: [T, 2 * intermediate_size], numbers that are added to the projections to gate and up.
+        """
         gate_up = self._gate_up(values, adapters)
+        if added is not None:
+            gate_up += added
         if self._cutoff is not None:
             _apply_cutoff(gate_up[:, : self._middle], self._cutoff)
         if self._xielu is not None:

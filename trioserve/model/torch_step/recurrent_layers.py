@@ -139,7 +139,7 @@ class StateSpace:
         self, name: str, config: ModelConfig, layer: StateSpaceConfig, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._layer = layer
-        self._eps = config.norm_eps
+        self._eps = layer.norm_eps or config.norm_eps
         self._input = _linear(
             f"{name}.in_proj", config.hidden_size, layer.projected_size, layer.has_bias, dtype, device
         )
