@@ -793,6 +793,36 @@ def test_falcon_3_and_internlm_3_are_described_as_llamas() -> None:
     assert (biased.heads.has_bias, biased.heads.has_output_bias) == (True, False)
 
 
+@pytest.mark.parametrize("name", ("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"))
+def test_config_of_the_authors_of_minimax_01_describes_the_same_model(
+    name: str, tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    replace = msgspec.structs.replace
+    saved = json.loads((tiny_checkpoint("minimax") / "config.json").read_text())
+    config = {
+        **saved,
+        "architectures": [name],
+        "attn_type_list": [int(kind == "full_attention") for kind in saved.pop("layer_types")],
+        "postnorm": True,
+        "rotary_dim": 16,
+    }
+    del config["layer_types"]
+    for part, full in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp")):
+        for factor in ("alpha", "beta"):
+            config[f"layernorm_{full}_{factor}"] = config.pop(f"{part}_{factor}_factor")
+    found = model_config_from(config, {}, dtype_name="float32")
+    assert not caplog.messages
+    expected = open_checkpoint(tiny_checkpoint("minimax")).config
+    heads = replace(expected.heads, rotary=replace(expected.heads.rotary, rotated_dims=16))
+    layers = [
+        replace(layer, attention=heads) if layer.attention == expected.heads else layer for layer in expected.layers
+    ]
+    assert list(found.layers) == layers
+    del config["postnorm"]
+    sums = [layer.sums for layer in model_config_from(config, {}, dtype_name="float32").layers]
+    assert not any(each.keeps_norms for each in sums if each is not None)
+
+
 def test_copies_of_a_shared_block_are_not_read(
     tiny_checkpoint: Callable[..., Path],
     tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],

@@ -139,6 +139,8 @@ KINDS = (
     "nemotron-h-moe",
     "ministral3",
     "ministral3-images",
+    "minimax",
+    "minimax-windowed",
     "minimax-m2",
     "glm4v",
     "glm4v-moe",
@@ -182,9 +184,10 @@ KINDS = (
     "llama4-long",
 )
 TORCH_KINDS = ("phimoe", "longcat-flash", "kimi-linear", "kimi-linear-lora", "laguna", "laguna-elements")
-TORCH_KINDS += ("deepseek-v3.2", "glm-moe-dsa", "zamba2", "zamba2-adapted")
+TORCH_KINDS += ("deepseek-v3.2", "glm-moe-dsa", "zamba2", "zamba2-adapted", "minimax", "minimax-windowed")
 """Kinds that the native kernels do not compute."""
 TORCH_REASONS = "indexer|sparsemixer|beside an MLP|its own decay|ignores positions|softplus|share a transformer block"
+TORCH_REASONS += "|are weighted"
 VOCAB_SIZE = 320
 
 

@@ -293,7 +293,18 @@ async def test_engine_refuses_options_that_states_do_not_support(tiny_checkpoint
 
 
 @pytest.mark.parametrize(
-    "kind", ("granite-hybrid", "falcon-h1", "mamba2", "zamba2", "jamba", "nemotron-h-moe", "olmo-hybrid", "qwen3-next")
+    "kind",
+    (
+        "granite-hybrid",
+        "falcon-h1",
+        "mamba2",
+        "zamba2",
+        "minimax",
+        "jamba",
+        "nemotron-h-moe",
+        "olmo-hybrid",
+        "qwen3-next",
+    ),
 )
 async def test_engine_continues_from_a_copied_state_and_frees_all_slots(
     kind: str, tiny_checkpoint: Callable[..., Path]

@@ -123,6 +123,7 @@ def conversation(driver: Any) -> dict[str, list[int]]:
         "falcon-h1",
         "mamba2",
         "zamba2-adapted",
+        "minimax",
         "jamba",
         "nemotron-h-moe",
         "qwen3-next",

@@ -1016,6 +1016,24 @@ FAMILY_KINDS |= {
             "tie_word_embeddings": False,
         },
     ),
+    "minimax": (
+        "minimax",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "block_size": 8,
+            "linear_attn_alpha_factor": 3.0,
+            "linear_attn_beta_factor": 0.5,
+            "full_attn_alpha_factor": 2.0,
+            "full_attn_beta_factor": 1.5,
+            "mlp_alpha_factor": 0.75,
+            "mlp_beta_factor": 4.0,
+            "rope_parameters": _LLAMA3_ROPE,
+        },
+    ),
+    "minimax-windowed": ("minimax", {"num_local_experts": 4, "num_hidden_layers": 3, "sliding_window": 8}),
     "minimax-m2": (
         "minimax_m2",
         {

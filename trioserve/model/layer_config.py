@@ -22,8 +22,10 @@ __all__ = [
     "KVEntry",
     "LatentAttentionConfig",
     "LayerConfig",
+    "LightningConfig",
     "MlpConfig",
     "NormKind",
+    "NormedSums",
     "QkNorm",
     "Recurrent",
     "RopeScaling",
@@ -914,8 +916,66 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
         return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
 
 
-Recurrent: TypeAlias = ShortConvConfig | StateSpaceConfig | SelectiveScanConfig | DeltaNetConfig
+class LightningConfig(msgspec.Struct, frozen=True, kw_only=True, tag="lightning"):
+    """Lightning attention in place of attention (MiniMax-01, arXiv 2501.08313).
+
+    A token is projected to q, k and v, and silu is applied. Each head has a state S of [head_dim, head_dim] numbers.
+    For each token, S is multiplied by exp(-slope), and k v^T is added. The output of the head is S^T q. The outputs of
+    all heads are normalized together, and multiplied by the sigmoid of another projection of the token.
+
+    Attributes:
+        slopes: number of each head.
+        norm_eps: number that the norm adds to the mean square.
+    """
+
+    head_count: int
+    head_dim: int
+    slopes: tuple[float, ...]
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_count("num_attention_heads", self.head_count, HEADS_MAX)
+        check_count("head_dim", self.head_dim, DIMENSION_MAX)
+        check_count("the state of lightning attention", self.state_size, STATE_NUMBERS_MAX)
+        check_positive("the epsilon of lightning attention", self.norm_eps)
+        assert len(self.slopes) == self.head_count, "each head has a slope"
+
+    @property
+    def inner_size(self) -> int:
+        """Number of values that the last projection reads for one token."""
+        return self.head_count * self.head_dim
+
+    @property
+    def projected_size(self) -> int:
+        """Number of values that all projections of one token's hidden state compute together."""
+        return 4 * self.inner_size
+
+    @property
+    def state_size(self) -> int:
+        """Number of values in the states of one sequence's heads."""
+        return self.inner_size * self.head_dim
+
+
+Recurrent: TypeAlias = ShortConvConfig | StateSpaceConfig | SelectiveScanConfig | DeltaNetConfig | LightningConfig
 """Part of a layer that keeps a state of a whole sequence."""
+
+
+class NormedSums(msgspec.Struct, frozen=True, kw_only=True):
+    """Weighted sums of the hidden state and a result (MiniMax-01, arXiv 2501.08313).
+
+    Attributes:
+        attention: factors of the hidden state and of attention's result, in their sum.
+        mlp: factors of the hidden state and of the MLP's result.
+        keeps_norms: the result of an input norm replaces the hidden state before a sum.
+    """
+
+    attention: tuple[float, float]
+    mlp: tuple[float, float]
+    keeps_norms: bool = True
+
+    def __post_init__(self) -> None:
+        for factor in (*self.attention, *self.mlp):
+            check_positive("a factor of a sum (alpha, beta)", factor)
 
 
 class SharedBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -981,6 +1041,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         has_scale: after the layer, the hidden state is multiplied by a number that the checkpoint contains.
         normalizes_sums: input norms normalize the hidden state after each sum, and not the input of attention and the
             MLP (post-norm, arXiv 1706.03762).
+        sums: weights of both sums. None: all weights are 1, and no norm replaces the hidden state.
         block: attention and the MLP are a block that several layers share. Its result is added to the input of the
             state space `beside`, whose result is the layer's only one.
     """
@@ -998,6 +1059,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     laurel_rank: int = 0
     has_scale: bool = False
     normalizes_sums: bool = False
+    sums: NormedSums | None = None
     block: SharedBlock | None = None
 
     def __post_init__(self) -> None:
@@ -1027,6 +1089,11 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
             assert self.has_input_norms, "laurel adds the normed input of attention"
             assert self.mlp is not None, "laurel needs a layer with two sums"
             assert not self.is_parallel, "laurel needs a layer with two sums"
+        if self.sums is not None:
+            is_plain = self.has_input_norms and not (self.is_parallel or self.normalizes_sums or self.laurel_rank)
+            assert is_plain, "each sum has one input norm"
+            assert self.mlp is not None, "there are two sums"
+            assert self.attention is not None, "there are two sums"
         if self.block is not None:
             assert isinstance(self.mlp, MlpConfig), "a shared block has an MLP"
             assert self.mlp.has_gate, "the MLP of a shared block has a gate"

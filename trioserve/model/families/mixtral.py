@@ -1,17 +1,20 @@
 """Mixtral: a Mistral whose MLPs are mixtures of experts. GGUF files call it a Llama with experts.
 
-MiniMax-M2 stores its experts under the same names. DBRX has LayerNorm, and limits queries, keys and values.
+MiniMax-01 and MiniMax-M2 store their experts under the same names. DBRX has LayerNorm, and limits
+queries, keys and values.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
-from trioserve.model.layer_config import ExpertsConfig, LayerConfig, RotaryConfig
+from trioserve.model.layer_config import ExpertsConfig, LayerConfig, LightningConfig, NormedSums, RotaryConfig
 from trioserve.model.loading.fields import Fields
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["DBRX", "MIXTRAL", "MINIMAX_M2"]
+__all__ = ["DBRX", "MIXTRAL", "MINIMAX", "MINIMAX_01", "MINIMAX_M2"]
 
 
 def _describe_mixtral(fields: ModelFields) -> ModelConfig:
@@ -72,6 +75,76 @@ MINIMAX_M2 = Family(
         }
     ),
     gguf=GgufNaming(architecture="minimax-m2"),
+)
+
+
+# Factors of the sums with the results of attention, lightning attention and MLPs, as transformers names them.
+_FACTORS = {
+    f"{ours}_{name}_factor": f"layernorm_{theirs}_{name}"
+    for ours, theirs in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
+    for name in ("alpha", "beta")
+}
+
+
+def _describe_minimax_01(fields: ModelFields) -> ModelConfig:
+    """Describe MiniMax-01: most layers have lightning attention, and all have experts. Sums are weighted.
+
+    The norm of the hidden state may replace it in sums. The decays of a layer's heads depend on its index.
+    """
+    count, head_count = fields.layer_count, fields.interval("num_attention_heads", 32)
+    kinds = fields.wholes("attn_type_list")  # The authors' configs name layers with full attention 1.
+    if kinds and (len(kinds) != count or not {0, 1}.issuperset(kinds)):
+        raise fields.wrong("attn_type_list", f"a list of {count} times 0 or 1")
+    default = [index for index in range(count) if (kinds[index] if kinds else index % 2 == 0)]
+    head_dim = fields.head_dim()
+    rotary = fields.rotary(head_dim, rotated_dims=fields.whole_or("rotary_dim", head_dim), theta=1_000_000.0)
+    window = fields.whole_or("sliding_window", None)
+    attention = fields.attention(rotary=rotary, window=window)
+    middle = fields.whole("intermediate_size")
+    experts = fields.experts("num_local_experts", middle, normalizes=True)
+
+    def factors(part: str) -> tuple[float, float]:
+        alpha, beta = (fields.number_or(f"{part}_{name}_factor", 1.0) for name in ("alpha", "beta"))
+        return alpha, beta
+
+    keeps_norms = fields.flag_or("postnorm", True)
+    layers = []
+    for index, attends in enumerate(fields.attending_layers("linear_attention", default)):
+        scale = 1.0 - index / (count - 1 + 1e-5) + 1e-5
+        slopes = tuple(scale * 2.0 ** (-8.0 * (head + 1) / head_count) for head in range(head_count))
+        lightning = LightningConfig(head_count=head_count, head_dim=head_dim, slopes=slopes)
+        of_attention = factors("full_attn" if attends else "linear_attn")
+        sums = NormedSums(attention=of_attention, mlp=factors("mlp"), keeps_norms=keeps_norms)
+        layers.append(LayerConfig(attention=attention if attends else lightning, mlp=experts, sums=sums))
+    return fields.described("minimax", layers, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
+
+
+MINIMAX = Family(
+    name="minimax",
+    classes=("MiniMaxForCausalLM",),
+    model_type="minimax",
+    spellings=_FACTORS,
+    defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    notes=("block_size", "router_jitter_noise", "shared_moe_mode"),
+    describe=_describe_minimax_01,
+    transformers=Naming(
+        modules={
+            **MIXTRAL.transformers.modules,
+            "lightning_qkv": "self_attn.qkv_proj",
+            "lightning_gate": "self_attn.output_gate",
+            "out_proj": "self_attn.out_proj",
+            "gate_norm": "self_attn.norm",
+        },
+        unread=tuple(f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),
+    ),
+)
+# The authors' classes. Their code does not keep norms if the field is missing.
+MINIMAX_01 = replace(
+    MINIMAX,
+    name="minimax_text_01",
+    classes=("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"),
+    model_type="minimax_text_01",
+    defaults={**MINIMAX.defaults, "postnorm": False},
 )
 
 

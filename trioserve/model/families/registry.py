@@ -64,7 +64,7 @@ from trioserve.model.families.mamba import FALCON_MAMBA, JAMBA, MAMBA
 from trioserve.model.families.mamba2 import BAMBA, MAMBA2, ZAMBA2
 from trioserve.model.families.mimo import MIMO_V2_FLASH
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
-from trioserve.model.families.mixtral import DBRX, MINIMAX_M2, MIXTRAL
+from trioserve.model.families.mixtral import DBRX, MINIMAX, MINIMAX_01, MINIMAX_M2, MIXTRAL
 from trioserve.model.families.nemotron_h import NEMOTRON_H
 from trioserve.model.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMO_HYBRID_SAVED, OLMOE
 from trioserve.model.families.phi import PHI3, PHIMOE
@@ -177,6 +177,8 @@ FAMILIES: tuple[Family, ...] = (
     LFM2,
     LFM2_MOE,
     GLM4_MOE,
+    MINIMAX,
+    MINIMAX_01,
     MINIMAX_M2,
     ERNIE45_MOE,
     EXAONE_MOE,

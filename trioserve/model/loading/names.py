@@ -31,6 +31,7 @@ from trioserve.model.layer_config import (
     KVAttention,
     LatentAttentionConfig,
     LayerConfig,
+    LightningConfig,
     MlpConfig,
     NormKind,
     Recurrent,
@@ -490,6 +491,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
         norms += [("gate_norm", recurrent.inner_size)]
     if isinstance(recurrent, DeltaNetConfig):
         norms += [("gate_norm", recurrent.head_dim)]
+    if isinstance(recurrent, LightningConfig):
+        norms += [("gate_norm", recurrent.inner_size)]
     if isinstance(recurrent, SelectiveScanConfig) and recurrent.norm == "weighted":
         norms += zip(("time_step_norm", "b_norm", "c_norm"), recurrent.selected_sizes, strict=True)
     shapes = [shape for module, size in inputs for shape in _norm_shapes(module, size, norm)]
@@ -572,6 +575,11 @@ def _recurrent_matrices(mixer: Recurrent, hidden: int) -> Iterator[tuple[str, in
             yield module, size, mixer.rank, False
         for module, size in mixer.conv_sizes.items():
             yield module, size, mixer.kernel_size, False
+        yield "out_proj", hidden, mixer.inner_size, False
+        return
+    if isinstance(mixer, LightningConfig):
+        yield "lightning_qkv", 3 * mixer.inner_size, hidden, False
+        yield "lightning_gate", mixer.inner_size, hidden, False
         yield "out_proj", hidden, mixer.inner_size, False
         return
     has_conv_bias = mixer.has_bias if isinstance(mixer, ShortConvConfig) else mixer.has_conv_bias

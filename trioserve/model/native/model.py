@@ -113,6 +113,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     for layer in config.layers:
         if layer.shortcut is not None:
             return "experts are beside an MLP"
+        if layer.sums is not None:
+            return "sums with the hidden state are weighted"
         if layer.block is not None:
             return "layers share a transformer block"
         if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.scoring not in SCORINGS:

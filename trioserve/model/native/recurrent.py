@@ -15,6 +15,7 @@ import numpy as np
 
 from trioserve.model.layer_config import (
     DeltaNetConfig,
+    LightningConfig,
     Recurrent,
     SelectiveScanConfig,
     ShortConvConfig,
@@ -54,6 +55,8 @@ def why_not_recurrent(layer: Recurrent) -> str | None:
     Args:
         layer: description of the recurrent layer.
     """
+    if isinstance(layer, LightningConfig):
+        return "they do not compute lightning attention"
     if isinstance(layer, DeltaNetConfig) and layer.rank:
         return "each row of a state has its own decay"
     sizes = [("a convolution's number of channels", layer.convolved_size)]
@@ -73,6 +76,7 @@ class NativeRecurrent:
     """Vectors of one recurrent layer."""
 
     def __init__(self, layer: Recurrent, hidden: int) -> None:
+        assert not isinstance(layer, LightningConfig), "checked by why_not_recurrent"
         self._layer = layer
         has_conv_bias = layer.has_bias if isinstance(layer, ShortConvConfig) else layer.has_conv_bias
         padded = math.ceil(layer.projected_size / BLOCK_OUTPUTS) * BLOCK_OUTPUTS

@@ -34,6 +34,7 @@ from trioserve.model.layer_config import (
     KVAttention,
     LatentAttentionConfig,
     LayerConfig,
+    LightningConfig,
     MlpConfig,
     Recurrent,
     SelectiveScanConfig,
@@ -474,6 +475,9 @@ def _recurrent(mixer: Recurrent, place: Place) -> tuple[Recurrent, Cuts] | None:
         return _state_space(mixer, place)
     if isinstance(mixer, SelectiveScanConfig):
         return _selective_scan(mixer, place)
+    if isinstance(mixer, LightningConfig):  # One norm is computed over all heads.
+        modules = ("lightning_qkv", "lightning_gate", "out_proj", "gate_norm")
+        return None if place[1] > 1 else (mixer, dict.fromkeys(modules, WHOLE))
     return _delta_net(mixer, place)
 
 

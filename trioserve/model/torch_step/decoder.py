@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from trioserve.model.layer_config import (
     KVAttention,
     LatentAttentionConfig,
     LayerConfig,
+    LightningConfig,
     MlpConfig,
+    NormedSums,
     SelectiveScanConfig,
     ShortConvConfig,
 )
@@ -41,7 +43,7 @@ from trioserve.model.torch_step.layers import (
     temperature_factors,
 )
 from trioserve.model.torch_step.mlp import Experts, Mlp, Xielu
-from trioserve.model.torch_step.recurrent_layers import DeltaNet, SelectiveScan, ShortConv, StateSpace
+from trioserve.model.torch_step.recurrent_layers import DeltaNet, Lightning, SelectiveScan, ShortConv, StateSpace
 from trioserve.model.torch_step.step_tensors import (
     AttentionTensors,
     DecodeGroup,
@@ -55,6 +57,9 @@ from trioserve_kernels import Kernels
 from trioserve_kernels.fp8 import Fp8Weight
 
 __all__ = ["Decoder"]
+
+
+_Recurrent: TypeAlias = ShortConv | StateSpace | SelectiveScan | DeltaNet | Lightning
 
 
 class _Carried(NamedTuple):
@@ -362,7 +367,7 @@ class _Layer:
         self._attention_output_norm = norm("attention_output_norm", layer.has_output_norms)
         self._mlp_norm = norm("mlp_norm", layer.has_mlp_norm)
         self._mlp_output_norm = norm("mlp_output_norm", layer.has_mlp_output_norm)
-        self._attention: _Attention | LatentAttention | ShortConv | StateSpace | SelectiveScan | DeltaNet | None
+        self._attention: _Attention | LatentAttention | _Recurrent | None
         if attention is None:
             self._attention = None
         elif isinstance(attention, AttentionConfig):
@@ -373,6 +378,8 @@ class _Layer:
             self._attention = ShortConv(name, config, attention, dtype=dtype, device=device)
         elif isinstance(attention, DeltaNetConfig):
             self._attention = DeltaNet(name, config, attention, dtype=dtype, device=device)
+        elif isinstance(attention, LightningConfig):
+            self._attention = Lightning(name, config, attention, dtype=dtype, device=device)
         elif isinstance(attention, SelectiveScanConfig):
             self._attention = SelectiveScan(name, config, attention, dtype=dtype, device=device)
         else:
@@ -506,6 +513,9 @@ class _Layer:
             return self._compute_mlp(_added(hidden, product, self._mlp_norm), hidden, step, carried, sums)
         is_post = self._layer.normalizes_sums
         normed = _added(hidden, product, None if is_post else self._attention_norm)
+        weights = self._layer.sums
+        if weights is not None:
+            _weigh(hidden, normed, weights.attention[0], weights)
         if isinstance(self._attention, _Attention):
             assert angles is not None
             source = self._layer.attention.kv_from if isinstance(self._layer.attention, AttentionConfig) else None
@@ -540,6 +550,10 @@ class _Layer:
             return None
         if self._cross is not None:
             attended = self._scaled(self._cross(_added(hidden, attended, self._cross_norm), step, pages))
+        if weights is not None:
+            normed = _added(hidden, attended.mul_(weights.attention[1]), self._mlp_norm)
+            _weigh(hidden, normed, weights.mlp[0], weights)
+            return self._compute_mlp(normed, hidden, step, carried, sums).mul_(weights.mlp[1])
         if self._laurel is None:
             normed = _added(hidden, attended, self._mlp_norm)
         else:
@@ -702,9 +716,7 @@ class _HybridLayer:
         return self._mixer(found.add_(hidden), None, step, None, pages, slots_of_layer, states, carried, sums)
 
 
-def _compute_recurrent(
-    layer: ShortConv | StateSpace | SelectiveScan | DeltaNet, normed: Tensor, step: StepTensors, states: Tensor | None
-) -> Tensor:
+def _compute_recurrent(layer: _Recurrent, normed: Tensor, step: StepTensors, states: Tensor | None) -> Tensor:
     assert states is not None, "a layer that keeps states needs their buffer"
     assert step.states is not None, "a layer that keeps states needs chunks with states"
     return layer(normed, step.states, states)
@@ -723,6 +735,13 @@ def _added(hidden: Tensor, product: Tensor | None, norm: Norm | None) -> Tensor:
 def _normalize_sum(hidden: Tensor, product: Tensor, norm: Norm | None) -> None:
     """Replace hidden by the norm of its sum with product."""
     hidden.copy_(_added(hidden, product, norm))
+
+
+def _weigh(hidden: Tensor, normed: Tensor, factor: float, sums: NormedSums) -> None:
+    """Multiply the hidden state by its factor in a sum, in place. Its norm may replace it before."""
+    if sums.keeps_norms:
+        hidden.copy_(normed)
+    hidden.mul_(factor)
 
 
 def _normed(product: Tensor, norm: Norm | None) -> Tensor:

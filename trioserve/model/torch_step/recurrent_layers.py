@@ -26,13 +26,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.model.layer_config import DeltaNetConfig, SelectiveScanConfig, ShortConvConfig, StateSpaceConfig
+from trioserve.model.layer_config import (
+    DeltaNetConfig,
+    LightningConfig,
+    SelectiveScanConfig,
+    ShortConvConfig,
+    StateSpaceConfig,
+)
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.torch_step.formats import TensorSlot
 from trioserve.model.torch_step.layers import Linear
 from trioserve.model.torch_step.step_tensors import StateSteps
 
-__all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace", "SelectiveScan", "DeltaNet"]
+__all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace", "SelectiveScan", "DeltaNet", "Lightning"]
 
 # In longer pieces, the products of each token with all previous tokens would cost more than updating the state.
 PIECE_TOKENS = 64
@@ -185,13 +191,16 @@ class StateSpace:
         vectors = layer.group_count * layer.vector_size
         x, b, c = torch.split(convolved, [layer.inner_size, vectors, vectors], -1)
         time_steps = functional.softplus(time_steps + self._time_step_bias)
-        scanned = self._scanned(
-            x.view(-1, layer.head_count, layer.head_dim),
+        x = x.view(-1, layer.head_count, layer.head_dim)
+        time_steps = time_steps.clamp(layer.time_step_min, layer.time_step_max)
+        scanned = _scanned_rows(
+            x * time_steps[..., None],
             self._repeated_for_heads(b),
             self._repeated_for_heads(c),
-            time_steps.clamp(layer.time_step_min, layer.time_step_max),
+            time_steps * self._rates,
             steps,
             memory[:, kept:].view(-1, layer.head_count, layer.vector_size, layer.head_dim),
+            x * self._skips[:, None],
         )
         mixed, gate = scanned.flatten(1), functional.silu(gate)
         if layer.norm == "gated":
@@ -209,39 +218,6 @@ class StateSpace:
         """Repeat vectors of groups for each head: [T, heads, vector_size]."""
         groups = vectors.view(-1, self._layer.group_count, self._layer.vector_size)
         return groups.repeat_interleave(self._layer.head_count // self._layer.group_count, 1)
-
-    def _scanned(
-        self, x: Tensor, b: Tensor, c: Tensor, time_steps: Tensor, steps: StateSteps, states: Tensor
-    ) -> Tensor:
-        """Apply the state space to all rows.
-
-        Args:
-            x: [T, heads, head_dim].
-            b: [T, heads, vector_size].
-            c: [T, heads, vector_size].
-            time_steps: [T, heads].
-            states: [slots, heads, vector_size, head_dim].
-
-        Returns:
-            [T, heads, head_dim].
-        """
-        result = x * self._skips[:, None]
-        scaled = x * time_steps[..., None]
-        exponents = time_steps * self._rates
-        if (own := steps.rows) is not None:
-            before = torch.where(own.past_count[..., None] > 0, states[own.reads], 0.0)
-            decays = own.take(exponents).exp()[..., None, None]
-            after = before * decays + own.take(b)[..., None] * own.take(scaled)[:, :, None]
-            states[own.writes] = after
-            own.put(result, own.take(result) + (after * own.take(c)[..., None]).sum(-2))
-        for row, spans in steps.spans:
-            for span in spans:
-                state = states.new_zeros(states.shape[1:]) if span.reads is None else states[span.reads].clone()
-                for part in _parts(row, span.count):
-                    result[part] += _scanned_states(scaled[part], b[part], c[part], exponents[part], state)
-                states[span.writes] = state
-                row += span.count
-        return result
 
 
 class SelectiveScan:
@@ -406,6 +382,38 @@ def _decays(exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sums = exponents.cumsum(-1)
     left = (sums[..., None] - sums[..., None, :]).tril().exp().tril()
     return left, sums.exp()[..., None], (sums[..., -1:] - sums).exp()[..., None]
+
+
+def _scanned_rows(
+    x: Tensor, b: Tensor, c: Tensor, exponents: Tensor, steps: StateSteps, states: Tensor, result: Tensor
+) -> Tensor:
+    """Apply a state space to all rows of a step.
+
+    Args:
+        x: [T, heads, head_dim], inputs that are multiplied by their time steps.
+        b: [T, heads, vector_size].
+        c: [T, heads, vector_size].
+        exponents: [T, heads], logarithm of each row's decay.
+        states: [slots, heads, vector_size, head_dim].
+        result: [T, heads, head_dim], to which the outputs are added.
+
+    Returns:
+        `result`.
+    """
+    if (own := steps.rows) is not None:
+        before = torch.where(own.past_count[..., None] > 0, states[own.reads], 0.0)
+        decays = own.take(exponents).exp()[..., None, None]
+        after = before * decays + own.take(b)[..., None] * own.take(x)[:, :, None]
+        states[own.writes] = after
+        own.put(result, own.take(result) + (after * own.take(c)[..., None]).sum(-2))
+    for row, spans in steps.spans:
+        for span in spans:
+            state = states.new_zeros(states.shape[1:]) if span.reads is None else states[span.reads].clone()
+            for part in _parts(row, span.count):
+                result[part] += _scanned_states(x[part], b[part], c[part], exponents[part], state)
+            states[span.writes] = state
+            row += span.count
+    return result
 
 
 def _scanned_states(x: Tensor, b: Tensor, c: Tensor, exponents: Tensor, state: Tensor) -> Tensor:
@@ -611,3 +619,45 @@ def _scanned_deltas(
         torch.baddbmm(state * decay, kept[piece], added[piece], out=state)
     found = of_queries @ added + (queries * since) @ before
     return _joined(found, count)
+
+
+class Lightning:
+    """Lightning attention of one layer, see LightningConfig."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, layer: LightningConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._layer = layer
+        sizes = {f"{name}.lightning_qkv": 3 * layer.inner_size, f"{name}.lightning_gate": layer.inner_size}
+        self._input = Linear(config.hidden_size, sizes, bias=False, dtype=dtype, device=device)
+        self._output = _linear(f"{name}.out_proj", layer.inner_size, config.hidden_size, False, dtype, device)
+        self._exponents = -torch.tensor(layer.slopes, dtype=torch.float32, device=device)
+        self._norm_name = f"{name}.gate_norm.weight"
+        self._norm = torch.empty(layer.inner_size, dtype=torch.float32, device=device)
+        self.linears = (self._input, self._output)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for linear in self.linears:
+            yield from linear.slots()
+        yield TensorSlot(self._norm_name, tuple(self._norm.shape), torch.float32, self._norm.copy_)
+
+    def __call__(self, normed: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
+        """Compute the layer, and write the states of the step.
+
+        Args:
+            normed: [T, hidden_size].
+            steps: state slots that the step reads and writes.
+            memory: float32 [slots, state_size], the layer's buffer of StateStorage.
+
+        Returns:
+            [T, hidden_size].
+        """
+        layer, (heads, dim) = self._layer, (self._layer.head_count, self._layer.head_dim)
+        qkv, gate = torch.split(self._input(normed).float(), [3 * layer.inner_size, layer.inner_size], -1)
+        # The rows of one head are adjacent: queries, keys, then values.
+        queries, keys, values = functional.silu(qkv).view(-1, heads, 3, dim).unbind(2)
+        exponents = self._exponents.expand(len(normed), heads)
+        states = memory.view(-1, heads, dim, dim)
+        found = _scanned_rows(values, keys, queries, exponents, steps, states, torch.zeros_like(values))
+        mixed = functional.rms_norm(found.flatten(1), self._norm.shape, self._norm, layer.norm_eps)
+        return self._output((mixed * gate.sigmoid()).to(normed.dtype))
