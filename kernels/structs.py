@@ -45,7 +45,7 @@ __all__ = [
 
 DTYPES = {"float32": 0, "bfloat16": 1}
 NORM_KINDS = {"rms": 0, "layer": 1, "layer_bare": 1, "layer_biased": 2}
-QK_NORMS = {"none": 0, "head": 1, "unit": 1, "heads": 2, "row": 3}
+QK_NORMS = {"none": 0, "head": 1, "unit": 1, "heads": 2, "each": 2, "row": 3}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
 STATE_NORMS = {"gated": 0, "ungated": 1, "none": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "gelu": 3, "relu": 4, "relu2": 5, "xielu": 6}

@@ -89,6 +89,7 @@ KINDS = (
     "starcoder2",
     "stablelm",
     "stablelm-parallel",
+    "stablelm-normed",
     "nemotron",
     "arcee",
     "jais2",

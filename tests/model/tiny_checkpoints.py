@@ -566,6 +566,7 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "layer_norm_eps": 1e-3}),
+    "stablelm-normed": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "nemotron": ("nemotron", {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "norm_eps": 1e-3}),
     "jais2": ("jais2", {"head_dim": 32, "layer_norm_eps": 1e-3}),
     "arcee": ("arcee", {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3_ROPE}),

@@ -46,7 +46,7 @@ __all__ = [
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
 NormKind = Literal["rms", "layer", "layer_biased", "layer_bare"]
-QkNorm = Literal["none", "head", "heads", "row", "unit"]
+QkNorm = Literal["none", "head", "heads", "each", "row", "unit"]
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 StateNorm = Literal["gated", "ungated", "none"]
 SelectionNorm = Literal["none", "unit", "weighted"]
@@ -241,8 +241,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
         has_output_bias: the output projection has a bias.
         qk_norm: norm of queries and keys before they are rotated. "head": each head is normalized, and all heads share
             the same weights. "heads": each head is normalized with its own weights. "unit": each head is normalized
-            without weights. "row": all heads of a row are normalized together. If the model's norms have biases, only
-            "head" has biases.
+            without weights. "each": as "heads", but each head has a tensor in checkpoints. "row": all heads of a row
+            are normalized together. If the model's norms have biases, only "head" has biases.
         has_turned_norms: queries and keys are normalized after they are rotated. Only for qk_norm "head".
         clip: queries, keys and values are limited to the range from -clip to clip. None: there is no limit.
         value_head_dim: size of a head's values, at most head_dim. In the KV cache, unused numbers fill a value to

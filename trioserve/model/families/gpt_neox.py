@@ -257,7 +257,10 @@ def _describe_stablelm(fields: ModelFields) -> ModelConfig:
     """Describe StableLM: a Llama with LayerNorm that rotates a quarter of each head."""
     layer = LayerConfig(
         attention=_attention(
-            fields, 0.25, has_bias=fields.flag_or("use_qkv_bias", fields.flag_or("attention_bias", False))
+            fields,
+            0.25,
+            has_bias=fields.flag_or("use_qkv_bias", fields.flag_or("attention_bias", False)),
+            qk_norm="each" if fields.flag_or("qk_layernorm", False) else "none",
         ),
         mlp=fields.mlp(activation=fields.activation("hidden_act", default="silu")),
         is_parallel=fields.flag_or("use_parallel_residual", False),
@@ -272,5 +275,8 @@ STABLELM = Family(
     spellings={"layer_norm_eps": "norm_eps", "partial_rotary_factor": "rope_pct"},
     defaults={"num_key_value_heads": 32},
     describe=_describe_stablelm,
+    transformers=Naming(
+        modules={f"heads.{part}_norm": f"self_attn.{part}_layernorm.norms.{{head}}" for part in "qk"},
+    ),
     gguf=GgufNaming(architecture="stablelm"),
 )

@@ -46,6 +46,7 @@ from trioserve.model.number_formats import Dtype, Float32Array, Values, convert,
 
 __all__ = [
     "GGUF",
+    "NUMBERED",
     "TRANSFORMERS",
     "Format",
     "FurtherLayers",
@@ -61,6 +62,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 FURTHER_LAYERS = ("mtp.", "model.mtp.", "model.mtp_layers.")  # Prefixes of prediction layers in some families.
+NUMBERED = ("experts", "adapters", "heads", "streams")
+"""Parts of our names that precede the index of an expert, of an adapter, of a head or of a stream."""
 Shape = tuple[int, ...]
 AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
@@ -480,6 +483,11 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range, norm: NormKin
             sizes = (attention.head_dim, attention.head_dim)
         if attention.qk_norm == "head":
             inputs += [("q_norm", sizes[0])] + [("k_norm", sizes[1])] * (attention.kv_from is None)
+        elif attention.qk_norm == "each":
+            parts = (("q", attention.head_count), ("k", attention.kv_head_count))
+            norms += [
+                (f"heads.{head}.{part}_norm", attention.head_dim) for part, count in parts for head in range(count)
+            ]
         elif attention.qk_norm not in ("none", "unit"):
             norms += [("q_norm", sizes[0])] + [("k_norm", sizes[1])] * (attention.kv_from is None)
     norms += [("laurel_norm", hidden)] if layer.laurel_rank else []
@@ -650,23 +658,23 @@ def outside_name(name: str, family: str, format: Format, *, is_joint: bool = Fal
     if is_joint:
         joint = naming.modules.get("kv_b_proj", format.joint).format(sublayer=sublayer)
         return f"{layer}{joint}.{kind}"
-    item = path[3] if path[2:3] in (["experts"], ["adapters"]) else ""
+    item = path[3] if path[2:3] in (["experts"], ["adapters"], ["heads"]) else ""
     stream = path[1] if path[0] == "streams" else ""
     module = _module(path)
     if whole := naming.modules.get(f"{module}.{kind}") or format.modules.get(f"{module}.{kind}"):
         return f"{layer}{whole}"
     usual = naming.modules.get(module) or format.modules[module]
-    return f"{layer}{usual.format(expert=item, use=item, stream=stream, sublayer=sublayer)}.{kind}"
+    return f"{layer}{usual.format(expert=item, use=item, head=item, stream=stream, sublayer=sublayer)}.{kind}"
 
 
 def _module(path: list[str]) -> str:
-    """Return the module of a tensor, without the indexes of a layer, an expert, an adapter or a stream.
+    """Return the module of a tensor, without the indexes of a layer, an expert, an adapter, a head or a stream.
 
     Args:
         path: components of our name, which are separated by dots, without the last one.
     """
     path = path[2:] if path[0] == "layers" else path
-    return ".".join(path[:1] + path[2:] if path[0] in ("experts", "adapters", "streams") else path)
+    return ".".join(path[:1] + path[2:] if path[0] in NUMBERED else path)
 
 
 def tensor_places(

@@ -351,8 +351,13 @@ class NativeLayer:
             ("q_a_norm" if is_latent else "q_norm", None if is_unit or is_of_heads else self.query_norm),
             ("kv_a_norm" if is_latent else "k_norm", None if is_unit or is_of_heads else self.key_norm),
         ):
-            if weight is not None:
+            if weight is None:
+                continue
+            if not (isinstance(attention, AttentionConfig) and attention.qk_norm == "each"):
                 yield float32_slot(f"{name}.{norm}.weight", weight)
+                continue
+            for head, row in enumerate(weight.reshape(-1, attention.head_dim)):
+                yield float32_slot(f"{name}.heads.{head}.{norm}.weight", row)
 
 
 def norm_values(size: int, kind: NormKind) -> Float32Array:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.encoder_part import EncoderPart
 from trioserve.model.loading.gguf import STORAGE_TYPES
+from trioserve.model.loading.names import NUMBERED
 from trioserve.model.loading.stored_tensor import (
     FP8_ROWS,
     FP8_SCALE_BYTES,
@@ -112,7 +113,7 @@ class RankCheckpoint:
 
 def _cut_named(cuts: Cuts, path: list[str]) -> Cut:
     """Return the cut of a tensor. The path is the tensor's name without the layer."""
-    if path[0] in ("experts", "adapters", "streams") and path[1].isdecimal():
+    if path[0] in NUMBERED and path[1].isdecimal():
         path = [path[0], *path[2:]]
     *module, kind = path
     cut = cuts[".".join(module if kind in ("weight", "bias") else path)]

@@ -315,7 +315,7 @@ def divide(config: ModelConfig, rank: int, size: int, *, expert_parallel: bool =
 
 def _has_row_norms(config: ModelConfig) -> bool:
     mixers = (layer.attention for layer in config.layers)
-    return any(isinstance(mixer, AttentionConfig) and mixer.qk_norm == "row" for mixer in mixers)
+    return any(isinstance(mixer, AttentionConfig) and mixer.qk_norm in ("row", "each") for mixer in mixers)
 
 
 class _Divider:
@@ -436,6 +436,7 @@ def _attention(attention: AttentionConfig, place: Place) -> tuple[AttentionConfi
         "o_proj": columns(place[0], attended),
         "q_norm": rows(queries) if has_norms_of_heads else WHOLE,
         "k_norm": rows(keys) if has_norms_of_heads else WHOLE,
+        **dict.fromkeys(("heads.q_norm", "heads.k_norm"), WHOLE),  # Such attention is not divided.
         "sinks": rows(heads),
     }
     slopes = None if attention.slopes is None else attention.slopes[heads[0] : sum(heads)]

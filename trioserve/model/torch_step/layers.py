@@ -384,6 +384,11 @@ class HeadNorms:
         has_bias = config.norm == "layer_biased" and attention.qk_norm == "head"
         self._biases = torch.empty_like(self._weights) if has_bias else None
         self._places: dict[str, Tensor] = {}
+        if attention.qk_norm == "each":
+            for part, weights in zip("qk", torch.split(self._weights, attention.query_size), strict=False):
+                for head, row in enumerate(weights.view(-1, attention.head_dim)):
+                    self._places[f"{layer}.heads.{head}.{part}_norm.weight"] = row
+            return
         for kind, values in (("weight", self._weights), ("bias", self._biases)):
             if values is not None:
                 self._places[f"{layer}.q_norm.{kind}"] = values[: self._query_size]
