@@ -46,7 +46,7 @@ __all__ = [
 DTYPES = {"float32": 0, "bfloat16": 1}
 NORM_KINDS = {"rms": 0, "layer": 1, "layer_bare": 1, "layer_biased": 2}
 QK_NORMS = {"none": 0, "head": 1, "unit": 1, "heads": 2, "each": 2, "row": 3}
-SCORINGS = {"softmax": 0, "sigmoid": 1}
+SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 STATE_NORMS = {"gated": 0, "ungated": 1, "none": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "gelu": 3, "relu": 4, "relu2": 5, "xielu": 6}
 SUM_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -152,8 +152,8 @@ class ExpertsStruct(ctypes.Structure):
         *((name, _int) for name in ("count", "own_first", "own_count", "per_token", "normalizes")),
         *((name, _int) for name in ("middle", "shared_middle")),
         *((name, _int) for name in ("scoring", "group_count", "groups_per_token", "group_leaders")),
-        ("weighs_inputs", _int),
-        ("scale", _float),
+        *((name, _int) for name in ("weighs_inputs", "identity_first")),
+        *((name, _float) for name in ("scale", "logit_cap", "nearness")),
     )
 
 
@@ -161,12 +161,12 @@ class RecurrentStruct(ctypes.Structure):
     """Python twin of the C++ struct Recurrent in cpu/step.h."""
 
     _fields_ = (
-        *((name, MatrixStruct) for name in ("input", "output", "selection", "time_step")),
+        *((name, MatrixStruct) for name in ("input", "output", "selection", "time_step", "gate_up", "decay_up")),
         *((name, _pointer) for name in ("input_bias", "output_bias")),
         *((name, _pointer) for name in ("conv_weights", "conv_bias", "rates", "skips", "time_step_bias", "gate_norm")),
         ("selection_norm", _pointer),
         *((name, _int) for name in ("channels", "kernel", "projected", "heads", "head_dim", "groups", "vectors")),
-        *((name, _int) for name in ("norm", "norm_groups", "is_delta", "in_turn", "rank")),
+        *((name, _int) for name in ("norm", "norm_groups", "is_delta", "in_turn", "rank", "latent")),
         *((name, _float) for name in ("time_step_min", "time_step_max", "selection_eps", "share_scale", "norm_eps")),
     )
 
@@ -220,13 +220,11 @@ class LayerStruct(ctypes.Structure):
         *((name, _int) for name in ("section", "has_temperature", "head_count", "kv_head_count", "head_dim")),
         *((name, _int) for name in ("has_turned_norms", "value_dim")),
         *((name, _float) for name in ("query_factor", "score_cap", "residual_scale", "clip")),
-        ("experts", _pointer),
-        ("recurrent", _pointer),
-        ("latent", _pointer),
+        *((name, _pointer) for name in ("experts", "shortcut", "recurrent", "latent")),
         *((name, _pointer) for name in ("laurel", "streams", "value_norm", "scale")),
         ("shares_kv", _int),
         *((name, _pointer) for name in ("attention_gate", "attention_gate_bias")),
-        ("has_cutoff", _int),
+        *((name, _int) for name in ("has_softplus_gate", "gates_heads", "has_cutoff")),
         ("cutoff", _float),
         *((name, _int) for name in ("sums_attention", "sums_mlp", "has_gate")),
     )

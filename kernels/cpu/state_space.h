@@ -1,5 +1,5 @@
 // Layers with a state per sequence: convolutions over its last tokens, selective state spaces (Mamba-2, arXiv 2405.21060,
-// and Mamba, arXiv 2312.00752), and the gated delta rule (arXiv 2412.06464).
+// and Mamba, arXiv 2312.00752), and the gated delta rule (arXiv 2412.06464; with a decay per row of a state, 2510.26692).
 //
 // A state is float32, in one slot of a layer's memory: [kernel - 1][channels], the last inputs of the convolution, oldest
 // first. All but the first also have [heads][vectors][head_dim]. The rows of a chunk are computed in order, whatever else is in
@@ -7,6 +7,7 @@
 // heads are independent pieces of work.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -35,6 +36,7 @@ inline int64_t inner_size(const Recurrent& layer) {
 }
 
 inline Lanes silu_of(Lanes x) { return div(x, add(set(1.0f), exp(sub(zero(), x)))); }
+inline Lanes sigmoid_of(Lanes x) { return div(set(1.0f), add(set(1.0f), exp(sub(zero(), x)))); }
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
@@ -158,26 +160,31 @@ inline void scan_selected(const Recurrent& layer, float* memory, const StateSpan
     }
 }
 
-// Updates BLOCKS * 16 numbers of a head's state, from `first` on, with one row: moves the state's value for the key towards
-// the row's value. key, query: already scaled to their lengths.
+// What updates a head's state with one row: [vectors] each. key and query are already scaled to their lengths. decays
+// multiply the rows of the state. faded: key times decays.
+struct DeltaRow {
+    float *query, *key, *decays, *faded;
+    float share;
+};
+
+// Updates BLOCKS * 16 numbers of a head's state, from `first` on: moves the state's value for the key towards the row's value.
 template <int BLOCKS>
-inline void correct_row(const Recurrent& layer, float* state, int64_t first, float decay, float share, const float* key,
-                        const float* query, const float* value, float* to) {
+inline void correct_row(const Recurrent& layer, float* state, int64_t first, const DeltaRow& with, const float* value,
+                        float* to) {
     Lanes said[BLOCKS], sums[BLOCKS];
     for (int block = 0; block < BLOCKS; block++) said[block] = sums[block] = zero();
     for (int64_t vector = 0; vector < layer.vectors; vector++) {
         const float* place = state + vector * layer.head_dim + first;
-        const Lanes own = set(key[vector]);
+        const Lanes own = set(with.faded[vector]);
         for (int block = 0; block < BLOCKS; block++) said[block] = fma(load(place + block * LANES), own, said[block]);
     }
-    const Lanes decays = set(decay), shares = set(share);
     for (int block = 0; block < BLOCKS; block++)
-        said[block] = mul(sub(load(value + first + block * LANES), mul(said[block], decays)), shares);
+        said[block] = mul(sub(load(value + first + block * LANES), said[block]), set(with.share));
     for (int64_t vector = 0; vector < layer.vectors; vector++) {
         float* place = state + vector * layer.head_dim + first;
-        const Lanes own = set(key[vector]), out = set(query[vector]);
+        const Lanes own = set(with.key[vector]), out = set(with.query[vector]), decay = set(with.decays[vector]);
         for (int block = 0; block < BLOCKS; block++) {
-            const Lanes number = fma(said[block], own, mul(load(place + block * LANES), decays));
+            const Lanes number = fma(said[block], own, mul(load(place + block * LANES), decay));
             store(place + block * LANES, number);
             sums[block] = fma(number, out, sums[block]);
         }
@@ -193,28 +200,37 @@ inline void with_length(const float* values, int64_t size, float length, float* 
     for (int64_t n = 0; n < size; n++) to[n] = values[n] * factor;
 }
 
-// Like scan, for the delta rule. convolved: q, k and v. lengths: memory for two vectors.
+// Like scan, for the delta rule. convolved: q, k and v. raised: [rows][heads][vectors], the projections of the latents to
+// decays, or null without latents. vectors_at: memory for four vectors.
 inline void scan_delta(const Recurrent& layer, float* memory, const StateSpan* spans, int32_t span_count, int64_t head,
-                       const float* projected, const float* convolved, float* scanned, float* lengths) {
+                       const float* projected, const float* convolved, const float* raised, float* scanned,
+                       float* vectors_at) {
     const int64_t dim = layer.head_dim, inner = layer.heads * dim, vectors = layer.vectors;
     const int64_t group = layer.in_turn ? head % layer.groups : head / (layer.heads / layer.groups);
-    const float *decays = projected + inner + layer.channels + head, *shares = decays + layer.heads;
-    float *query = lengths, *key = lengths + vectors;
+    const float* decays = projected + (raised == nullptr ? inner : layer.latent) + layer.channels;
+    const float* shares = decays + (raised == nullptr ? layer.heads : layer.latent) + head;
+    DeltaRow with{vectors_at, vectors_at + vectors, vectors_at + 2 * vectors, vectors_at + 3 * vectors, 0.0f};
+    const auto decay_of = [&](float projection, int64_t bias) {
+        return std::exp(layer.rates[head] * softplus(projection + layer.time_step_bias[bias]));
+    };
     for (const StateSpan* span = spans; span < spans + span_count; span++) {
         float* state = begun_state(layer, memory, *span, conv_size(layer) + head * head_size(layer), head_size(layer));
         for (int64_t row = span->first_row; row < span->first_row + span->count; row++) {
             const int64_t place = row * projected_stride(layer);
-            const float decay = std::exp(layer.rates[head] * softplus(decays[place] + layer.time_step_bias[head]));
-            const float share = layer.share_scale / (1.0f + std::exp(-shares[place]));
+            if (raised == nullptr) std::fill(with.decays, with.decays + vectors, decay_of(decays[place + head], head));
+            for (int64_t n = head * vectors; raised != nullptr && n < (head + 1) * vectors; n++)
+                with.decays[n - head * vectors] = decay_of(raised[row * layer.heads * vectors + n], n);
+            with.share = layer.share_scale / (1.0f + std::exp(-shares[place]));
             const float* own = convolved + row * layer.channels;
-            with_length(own + group * vectors, vectors, 1.0f / std::sqrt(float(vectors)), query);
-            with_length(own + (layer.groups + group) * vectors, vectors, 1.0f, key);
+            with_length(own + group * vectors, vectors, 1.0f / std::sqrt(float(vectors)), with.query);
+            with_length(own + (layer.groups + group) * vectors, vectors, 1.0f, with.key);
+            for (int64_t n = 0; n < vectors; n++) with.faded[n] = with.key[n] * with.decays[n];
             const float* value = own + 2 * layer.groups * vectors + head * dim;
             float* to = scanned + row * inner + head * dim;
             int64_t first = 0;
             for (; first + 4 * LANES <= dim; first += 4 * LANES)
-                correct_row<4>(layer, state, first, decay, share, key, query, value, to);
-            for (; first < dim; first += LANES) correct_row<1>(layer, state, first, decay, share, key, query, value, to);
+                correct_row<4>(layer, state, first, with, value, to);
+            for (; first < dim; first += LANES) correct_row<1>(layer, state, first, with, value, to);
         }
     }
 }
@@ -235,7 +251,7 @@ void gate_and_norm(const Recurrent& layer, float eps, const float* gate, float* 
     for (int64_t first = 0; first < inner; first += size) {
         if (layer.norm == NORM_BEFORE_GATE) norm_group(numbers + first, layer.gate_norm + first, size, eps);
         for (int64_t n = first; n < first + size; n += LANES)
-            store(numbers + n, mul(load(numbers + n), silu_of(load(gate + n))));
+            store(numbers + n, mul(load(numbers + n), layer.latent > 0 ? sigmoid_of(load(gate + n)) : silu_of(load(gate + n))));
         if (layer.norm == NORM_OF_GATED) norm_group(numbers + first, layer.gate_norm + first, size, eps);
         for (int64_t n = first; n < first + size; n += LANES) store(to.at(row, n), load(numbers + n));
     }

@@ -95,10 +95,29 @@ void largest_of(const float* numbers, int32_t size, int32_t count, int32_t* plac
     }
 }
 
+// Chooses experts one after the other (SparseMixer, arXiv 2409.12136). The weight of an expert is its share of a softmax over
+// the experts that were not chosen before it and whose logits are near the largest one.
+void choose_in_turn(const Experts& experts, const float* logits, int32_t* chosen, float* weights) {
+    for (int32_t place = 0; place < experts.per_token; place++) {
+        const auto skips = [&](int32_t expert) { return std::find(chosen, chosen + place, expert) != chosen + place; };
+        largest_of(logits, experts.count, 1, chosen + place, skips);
+        const float best = logits[chosen[place]];
+        float total = 0;
+        for (int32_t expert = 0; expert < experts.count; expert++) {
+            const bool is_far = (best - logits[expert]) / std::max(std::fabs(logits[expert]), best) > experts.nearness;
+            if (!is_far && !skips(expert)) total += std::exp(logits[expert] - best);
+        }
+        weights[place] = 1.0f / total;
+    }
+}
+
 // Turns a row's products with the router into scores, and chooses the indexes and weights of its experts. ranks: memory for as
 // many numbers as there are scores.
 void choose_experts(const Experts& experts, float* scores, float* ranks, int32_t* chosen, float* weights) {
     const int32_t count = experts.count, groups = experts.group_count, size = count / groups;
+    const float cap = experts.logit_cap;
+    for (int32_t expert = 0; cap > 0 && expert < count; expert++) scores[expert] = cap * std::tanh(scores[expert] / cap);
+    if (experts.scoring == SPARSEMIXER) return choose_in_turn(experts, scores, chosen, weights);
     if (experts.scoring == SOFTMAX) {
         const float most = *std::max_element(scores, scores + count);
         float total = 0;
@@ -203,6 +222,11 @@ int64_t qkv_size(const Layer& layer) {
 
 // Numbers per row of the results of all heads.
 int64_t attended_size(const AttentionShape& shape) { return shape.heads * shape.value_dim(); }
+
+// Numbers per row of the product of attention_gate, in whole blocks.
+int64_t gate_stride(const Layer& layer, const AttentionShape& shape) {
+    return rounded_up(layer.gates_heads ? shape.heads : attended_size(shape), LANES);
+}
 
 // Sets gates below a cutoff to 0, and writes their activation times up to to(n).
 template <class T, class To>
@@ -352,8 +376,8 @@ private:
     template <class T>
     void add_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size, const Norm& norm, float* hidden);
     template <class T>
-    void mix(int thread, const Model& model, const Layer& layer, const float* hidden, const Rows<const T>& x,
-             const float* base, float* to);
+    void mix(int thread, const Model& model, const Layer& layer, const Experts& experts, const float* hidden,
+             const Rows<const T>& x, const float* base, float* to);
     void sort_by_expert(const Experts& experts);
     template <class T>
     void make_room_for_experts(const Model& model);
@@ -371,11 +395,13 @@ private:
     void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
                 const T* pages, const HeadRows<T>& attended, const void* after);
     template <class T>
-    void gate_attended(int thread, const Layer& layer, const Rows<T>& attended, int64_t size);
+    void gate_attended(int thread, const Layer& layer, const AttentionShape& shape, const Rows<T>& attended);
     template <class T>
     void make_room_for_states(const Model& model);
     template <class T>
     void select(int thread, const Recurrent& layer, const Rows<const T>& x);
+    template <class T>
+    void raise_latents(int thread, const Recurrent& layer, int64_t first, const Matrix& weight, float* to, int64_t size);
     template <class T>
     void recur(int thread, const Step& step, const Recurrent& layer, float eps, float* memory, const Rows<T>& mixed);
     template <class T>
@@ -440,8 +466,9 @@ private:
     bool is_invariant_ = false;
     bool packs_decodes_ = false;  // true if decodes must sum like prompts but usually do not
     Buffer hidden_, normed_, beside_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
-    Buffer chances_, gathered_, mixed_;
+    Buffer chances_, gathered_, mixed_, shortcut_;
     Buffer projected_, convolved_, scanned_, recurrent_, selected_, latents_, time_steps_;  // for layers with a state
+    Buffer raised_gates_, raised_decays_;
     Buffer compressed_, raised_, plain_, values_;  // for latent attention
     Buffer shared_, streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_, logits_of_ranks_, exchanged_;
     StepAdapters adapters_;
@@ -1005,9 +1032,11 @@ void Engine::add_laurel(int thread, const Laurel& laurel, const Rows<const T>& x
 template <class T>
 void Engine::make_room_for_experts(const Model& model) {
     int64_t count = 0, places = 0;
-    for (int32_t layer = 0; layer < model.layer_count; layer++) {
-        const Experts* experts = model.layers[layer].experts;
+    for (int32_t index = 0; index < model.layer_count; index++) {
+        const Layer& layer = model.layers[index];
+        const Experts* experts = layer.experts != nullptr ? layer.experts : layer.shortcut;
         if (experts == nullptr) continue;
+        if (layer.shortcut != nullptr) shortcut_.of<float>(rows_ * model.hidden_size);
         count = std::max<int64_t>(count, experts->count);
         places = std::max<int64_t>(places, rows_ * experts->per_token);
     }
@@ -1039,9 +1068,8 @@ void Engine::sort_by_expert(const Experts& experts) {
 // Experts are computed one after the other, so a row is summed in the same order in every batch. hidden: the rows of x before
 // their norm.
 template <class T>
-void Engine::mix(int thread, const Model& model, const Layer& layer, const float* hidden, const Rows<const T>& x,
-                 const float* base, float* to) {
-    const Experts& experts = *layer.experts;
+void Engine::mix(int thread, const Model& model, const Layer& layer, const Experts& experts, const float* hidden,
+                 const Rows<const T>& x, const float* base, float* to) {
     const int64_t size = model.hidden_size, padded_count = rounded_up(experts.count, LANES);
     const float scale = layer.mlp_output_norm == nullptr ? layer.residual_scale : 1.0f;
     float* chances = chances_.of<float>(0);
@@ -1079,6 +1107,11 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const float
             std::fill(to + row * size, to + (row + 1) * size, 0.0f);
         else if (base != to)
             std::memcpy(to + row * size, base + row * size, sizeof(float) * size);
+        float kept = 0;  // weight of the experts that return their input
+        for (int64_t place = first; place < first + experts.per_token; place++)
+            if (chosen_[place] >= experts.identity_first) kept += chosen_weights_[place] * scale;
+        for (int64_t n = 0; kept != 0 && n < size; n += LANES)
+            store(to + row * size + n, fma(load(x.at(row, n)), set(kept), load(to + row * size + n)));
         if (has_norms) std::fill(shared_to + row * size, shared_to + (row + 1) * size, 0.0f);
         if (experts.shared_gate == nullptr) continue;
         Lanes sum = zero();
@@ -1265,14 +1298,18 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
 }
 
 template <class T>
-void Engine::gate_attended(int thread, const Layer& layer, const Rows<T>& attended, int64_t size) {
+void Engine::gate_attended(int thread, const Layer& layer, const AttentionShape& shape, const Rows<T>& attended) {
+    const int64_t stride = gate_stride(layer, shape);
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
-        const float* gates = attention_gates_.of<float>(0) + row * size;
-        for (int64_t n = 0; n < size; n += LANES) {
+        float* gates = attention_gates_.of<float>(0) + row * stride;
+        for (int64_t n = 0; n < stride; n += LANES) {
             Lanes gate = load(gates + n);
             if (layer.attention_gate_bias != nullptr) gate = add(gate, load(layer.attention_gate_bias + n));
-            const Lanes share = div(set(1.0f), add(set(1.0f), exp(sub(zero(), gate))));
-            store(attended.at(row, n), mul(load(attended.at(row, n)), share));
+            store(gates + n, layer.has_softplus_gate ? softplus(gate) : sigmoid_of(gate));
+        }
+        for (int64_t n = 0; n < attended_size(shape); n += LANES) {
+            const Lanes gate = layer.gates_heads ? set(gates[n / shape.value_dim()]) : load(gates + n);
+            store(attended.at(row, n), mul(load(attended.at(row, n)), gate));
         }
     }
 }
@@ -1286,10 +1323,13 @@ void Engine::make_room_for_states(const Model& model) {
         projected_.of<float>(rows_ * projected_stride(*layer));
         convolved_.of<float>(rows_ * layer->channels);
         scanned_.of<float>(rows_ * layer->heads * layer->head_dim);
-        for (Own& own : own_) own.vectors.of<float>(2 * layer->vectors);
+        for (Own& own : own_) own.vectors.of<float>(4 * layer->vectors);
         selected_.of<float>(layer->rank > 0 ? rows_ * (layer->rank + 2 * layer->vectors) : 0);
-        latents_.of<T>(layer->rank > 0 ? readable(rows_) * padded_depth(layer->rank) : 0);
+        const int64_t rank = std::max(layer->rank, layer->latent);
+        latents_.of<T>(rank > 0 ? readable(rows_) * padded_depth(rank) : 0);
         time_steps_.of<float>(layer->rank > 0 ? rows_ * layer->channels : 0);
+        raised_gates_.of<float>(layer->latent > 0 ? rows_ * layer->heads * layer->head_dim : 0);
+        raised_decays_.of<float>(layer->latent > 0 ? rows_ * layer->heads * layer->vectors : 0);
     }
 }
 
@@ -1326,6 +1366,22 @@ void Engine::select(int thread, const Recurrent& layer, const Rows<const T>& x) 
     team.meet();
 }
 
+// Multiplies the latents at `first` of the rows' projections with a weight. to: [rows][size].
+template <class T>
+void Engine::raise_latents(int thread, const Recurrent& layer, int64_t first, const Matrix& weight, float* to,
+                           int64_t size) {
+    const auto latents = rows_for<T>(latents_.of<T>(0), rows_, layer.latent);
+    const float* from = projected_.of<float>(0) + first;
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
+        for (int64_t n = 0; n < layer.latent; n += LANES)
+            store(latents.at(row, n), load(from + row * projected_stride(layer) + n));
+        latents.pad(row, layer.latent);
+    }
+    team.meet();
+    product<T>(thread, latents, rows_, weight, nullptr, kept_in(to, size));
+    team.meet();
+}
+
 // Computes a recurrent layer from its first projection, which is complete. mixed: receives the input of the last projection.
 // Writes the states.
 template <class T>
@@ -1335,8 +1391,16 @@ void Engine::recur(int thread, const Step& step, const Recurrent& layer, float e
     const int64_t stride = projected_stride(layer), channels = layer.channels, inner = layer.heads * layer.head_dim;
     const int64_t pieces = (channels / LANES + CONV_BLOCKS - 1) / CONV_BLOCKS;
     // In a selective scan, the projection has the inputs of the convolution before the gate.
-    const bool is_selective = layer.rank > 0;
-    const int64_t inputs_at = is_selective ? 0 : inner, gate_at = is_selective ? channels : 0;
+    const bool is_selective = layer.rank > 0, has_latents = layer.latent > 0;
+    const int64_t inputs_at = is_selective ? 0 : has_latents ? layer.latent : inner, gate_at = is_selective ? channels : 0;
+    const float *gates = projected + gate_at, *raised = nullptr;
+    if (has_latents) {
+        float *raised_gates = raised_gates_.of<float>(0), *raised_decays = raised_decays_.of<float>(0);
+        raise_latents<T>(thread, layer, 0, layer.gate_up, raised_gates, inner);
+        raise_latents<T>(thread, layer, layer.latent + channels, layer.decay_up, raised_decays, layer.heads * layer.vectors);
+        gates = raised_gates, raised = raised_decays;
+    }
+    const int64_t gate_row = has_latents ? inner : stride;  // distance from a row's gates to the next row's
     for (int64_t index; (index = team.take()) < pieces * step.chunk_count;) {
         const int64_t chunk = index / pieces, first = index % pieces * CONV_BLOCKS * LANES;
         const int32_t begin = step.span_firsts[chunk], count = step.span_firsts[chunk + 1] - begin;
@@ -1378,7 +1442,7 @@ void Engine::recur(int thread, const Step& step, const Recurrent& layer, float e
             const int32_t begin = step.span_firsts[chunk], count = step.span_firsts[chunk + 1] - begin;
             const int64_t head = index % layer.heads;
             if (layer.is_delta)
-                scan_delta(layer, memory, step.spans + begin, count, head, projected, convolved, scanned,
+                scan_delta(layer, memory, step.spans + begin, count, head, projected, convolved, raised, scanned,
                            own_[thread].vectors.of<float>(0));
             else
                 scan(layer, memory, step.spans + begin, count, head, projected, convolved, scanned);
@@ -1387,7 +1451,8 @@ void Engine::recur(int thread, const Step& step, const Recurrent& layer, float e
     }
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
         if (layer.heads > 0)
-            gate_and_norm(layer, layer.norm_eps > 0.0f ? layer.norm_eps : eps, projected + row * stride + gate_at, scanned + row * inner, mixed, row);
+            gate_and_norm(layer, layer.norm_eps > 0.0f ? layer.norm_eps : eps, gates + row * gate_row, scanned + row * inner,
+                          mixed, row);
         else
             mixed.pad(row, channels);
     }
@@ -1734,7 +1799,7 @@ bool Engine::compute(const Model& model, const Step& step) {
         qkv_size_max = std::max(qkv_size_max, qkv_size(layer));
         attended_size_max = std::max(attended_size_max, attended_size(shape));
         queries_max = std::max(queries_max, (rows * shape.heads + 32) * shape.query_stride());
-        if (layer.attention_gate != nullptr) gate_size_max = std::max(gate_size_max, attended_size(shape));
+        if (layer.attention_gate != nullptr) gate_size_max = std::max(gate_size_max, gate_stride(layer, shape));
         pad_attended<T>(shape);
         if (layer.latent == nullptr) continue;
         input_size_max = std::max<int64_t>(input_size_max, layer.head_count * layer.latent->value_dim);
@@ -1851,6 +1916,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             }
             team.meet();
         };
+        bool has_shortcut = false;  // true between a layer with a shortcut and the layer that adds its result
         for (int32_t index = 0; index < model.layer_count; index++) {
             const Layer& layer = model.layers[index];
             T* pages = static_cast<T*>(step.pages[index]);
@@ -1911,7 +1977,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             }
             if (layer.attention_gate != nullptr) {
                 product<T>(thread, x, rows, *layer.attention_gate, nullptr,
-                           kept_in(attention_gates_.of<float>(0), attended_size(shape)));
+                           kept_in(attention_gates_.of<float>(0), gate_stride(layer, shape)));
                 team.meet();
             }
             if (!attends(layer)) {
@@ -1951,7 +2017,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                           first_read<T>(thread, layer.output, rows));
                 team.meet();
                 if (layer.attention_gate != nullptr) {
-                    gate_attended(thread, layer, attended.rows, attended_size(shape));
+                    gate_attended(thread, layer, shape, attended.rows);
                     team.meet();
                 }
                 Rows<const T> found = attended.rows;
@@ -1980,13 +2046,17 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (!layer.is_parallel) x = norm_rows(thread, hidden, rows, hidden_size, layer.mlp_norm, norm, normed);
             if (has_own_norm) x = beside;
             if (layer.experts != nullptr) {
-                mix(thread, model, layer, hidden, x, base, part);
+                mix(thread, model, layer, *layer.experts, hidden, x, base, part);
                 if (sums_mlp) add_up(part, total);
                 if (is_mlp_normed)
                     add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale,
                                hidden, total_scale);
                 if (layer.streams != nullptr) correct_streams(thread, model, index, hidden, outputs, normed);
                 continue;
+            }
+            if (layer.shortcut != nullptr) {
+                mix(thread, model, layer, *layer.shortcut, hidden, x, nullptr, shortcut_.of<float>(0));
+                has_shortcut = true;
             }
             const int64_t own_middle = outputs_of(layer, layer.gate_up);
             const auto activated = rows_for<T>(activated_.of<T>(0), rows, own_middle);
@@ -2003,6 +2073,14 @@ bool Engine::compute(const Model& model, const Step& step) {
             const auto add_activated = add_scaled(layer.down_bias, is_mlp_normed ? 1.0f : layer.residual_scale, base, part);
             product<T>(thread, activated, rows, layer.down, next, adapted(&AdapterLayer::down, index, add_activated));
             team.meet();
+            if (has_shortcut && layer.shortcut == nullptr) {
+                const float* from = shortcut_.of<float>(0);
+                for (int64_t row; (row = team.take_share(thread, rows)) >= 0;)
+                    for (int64_t n = row * hidden_size; n < (row + 1) * hidden_size; n += LANES)
+                        store(part + n, add(load(part + n), load(from + n)));
+                has_shortcut = false;
+                team.meet();
+            }
             if (sums_mlp) add_up(part, total);
             if (is_mlp_normed)
                 add_normed(thread, outputs, rows, hidden_size, layer.mlp_output_norm, norm, layer.residual_scale, hidden,

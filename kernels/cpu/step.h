@@ -28,7 +28,7 @@ struct Matrix {
     WeightPart parts[6];
 };
 
-enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
+enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1, SPARSEMIXER = 2 };
 
 // A mixture of experts. Each row uses its per_token best experts of the groups_per_token best of group_count groups. A
 // group counts by the sum of its group_leaders best scores.
@@ -43,6 +43,8 @@ enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
 // router_norm, norm, output_norm, shared_output_norm: [hidden_size], or all are null. The first two normalize the hidden
 // state for the router and the experts. The others normalize the sum of the experts, and the result of the shared expert.
 // expert_scale: [count], multiplies the weights of experts, or null.
+// logit_cap: if not 0, limits the router's products, see ScoreCap. nearness: of SPARSEMIXER, see ExpertsConfig.
+// identity_first: experts from this one on return their input. If other ranks add their results, it is count.
 constexpr int EXPERT_GROUPS_MAX = 64;
 struct Experts {
     Matrix router, shared_gate_up, shared_down;
@@ -50,8 +52,8 @@ struct Experts {
     const float *shared_gate, *score_bias, *router_bias, *gate_up_bias, *down_bias;
     const float *router_norm, *norm, *output_norm, *shared_output_norm, *expert_scale;
     int32_t count, own_first, own_count, per_token, normalizes, middle, shared_middle;
-    int32_t scoring, group_count, groups_per_token, group_leaders, weighs_inputs;
-    float scale;
+    int32_t scoring, group_count, groups_per_token, group_leaders, weighs_inputs, identity_first;
+    float scale, logit_cap, nearness;
 };
 
 // How the output of a recurrent layer is normalized, see state_space.h.
@@ -64,18 +66,20 @@ enum StateNorm : int32_t { NORM_OF_GATED = 0, NORM_BEFORE_GATE = 1, NO_STATE_NOR
 // State space: the projection gives z, x, b, c and time steps. x, b and c are the channels of the convolution: x has heads
 // * head_dim numbers, b and c have groups * vectors numbers each.
 // Gated delta rule (is_delta): the projection gives z, q, k, v, decays and shares. q, k and v are the channels of the
-// convolution. A group of keys and queries serves adjacent heads, or with in_turn every (heads / groups)-th head.
+// convolution. A group of keys and queries serves adjacent heads, or with in_turn every (heads / groups)-th head. If latent is
+// not 0, the projection gives latents of this size instead of z and decays. gate_up projects to z, and decay_up to decays for
+// each row of a head's state, which have [heads * vectors] biases. The output is multiplied by sigmoid(z) instead of silu(z).
 // Selective scan (rank is not 0): the projection gives x, which is convolved, and z. All channels are one head. selection:
 // projects x to a latent of `rank` numbers, b and c. time_step: projects the latent to a time step for each channel.
 // selection_norm: normalizes the latent, b and c, or null. rates: [vectors][channels]. skips, time_step_bias: [channels].
 // conv_weights: [kernel][channels]. conv_bias: [channels], or null. gate_norm: [heads * head_dim], or null without a norm.
 // It normalizes norm_groups groups. rates, skips, time_step_bias: [heads].
 struct Recurrent {
-    Matrix input, output, selection, time_step;
+    Matrix input, output, selection, time_step, gate_up, decay_up;
     const float *input_bias, *output_bias;
     const float *conv_weights, *conv_bias, *rates, *skips, *time_step_bias, *gate_norm, *selection_norm;
     int32_t channels, kernel, projected, heads, head_dim, groups, vectors;
-    int32_t norm, norm_groups, is_delta, in_turn, rank;  // norm is a StateNorm
+    int32_t norm, norm_groups, is_delta, in_turn, rank, latent;  // norm is a StateNorm
     float time_step_min, time_step_max, selection_eps;
     float share_scale, norm_eps;  // of the delta rule: factor of the shares, and epsilon of its norm, or 0 for the model's
 };
@@ -138,6 +142,7 @@ struct StateSpan {
 // the input of attention. sinks: an extra score of each head in its softmax, padded
 // with 0 to a multiple of 16. slopes: [head_count], see AttentionShape. query_factor: multiplies queries. score_cap: 0 is none. residual_scale: multiplies what is
 // added to the hidden state.
+// shortcut: experts that read the input of the MLP, or null. The result of the next MLP without a shortcut contains theirs.
 // experts: instead of gate_up and down, or null. Without experts and gate_up, the layer has no MLP. recurrent: beside
 // attention, or instead of attention if qkv has no blocks, or null. If qkv has no blocks either, the layer is only an MLP. latent: null without latent attention. With latent
 // attention, qkv gives queries or their latents, followed by the token's own latent and its rotated key.
@@ -149,7 +154,7 @@ struct Layer {
     int32_t pairs_together, window, rotary, qk_norm, activation, is_parallel, section, has_temperature;
     int32_t head_count, kv_head_count, head_dim, has_turned_norms, value_dim;
     float query_factor, score_cap, residual_scale, clip;
-    const Experts* experts;
+    const Experts *experts, *shortcut;
     const Recurrent* recurrent;
     const Latent* latent;
     const Laurel* laurel;
@@ -157,8 +162,11 @@ struct Layer {
     const float* value_norm;  // [head_dim], normalizes each head's values, or null
     const float* scale;       // [1], multiplies the hidden state after the layer, or null
     int32_t shares_kv;        // nonzero: the pages belong to an earlier layer, and qkv gives only queries
-    const Matrix* attention_gate;   // its sigmoid multiplies the output of the heads, or null
+    // The sigmoid of its product multiplies the output of the heads, or null. has_softplus_gate: softplus instead of sigmoid.
+    // gates_heads: nonzero if the product has one number per head instead of one per number. Bias: padded to whole blocks.
+    const Matrix* attention_gate;
     const float* attention_gate_bias;
+    int32_t has_softplus_gate, gates_heads;
     int32_t has_cutoff;
     float cutoff;  // subtracts mean + cutoff * deviation of the row from each gate, at least 0
     // Nonzero if this rank computes only a part of the output of attention (and recurrent part), or of the MLP. Then the

@@ -56,6 +56,9 @@ TORCH = (
 NATIVE = (
     ("llama", "float32", "none"),
     ("falcon-alibi", "bfloat16", "none"),
+    ("kimi-linear", "bfloat16", "none"),
+    ("laguna", "bfloat16", "none"),
+    ("longcat-flash", "bfloat16", "none"),
     ("llama-biased-64", "bfloat16", "none"),
     ("mistral", "bfloat16", "none"),
     ("qwen2-sliding", "float32", "none"),

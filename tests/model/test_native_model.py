@@ -438,6 +438,9 @@ def test_torch_computes_models_that_native_kernels_do_not_support(tiny_checkpoin
         reason = why_not_native(replace(config, layers=(other,)), "float32")
         assert reason is not None
         assert words in reason
+    longcat = open_checkpoint(tiny_checkpoint("longcat-flash")).config
+    other = replace(longcat.layers[0], shortcut=replace(longcat.layers[0].shortcut, activation="relu2"))
+    assert "another activation" in str(why_not_native(replace(longcat, layers=(other, longcat.layers[1])), "float32"))
     other = replace(layer, mlp=replace(layer.mlp, intermediate_size=32))
     assert why_not_native(replace(config, layers=(layer, other)), "float32") is None
     latent = open_checkpoint(tiny_checkpoint("deepseek-v3")).config

@@ -184,11 +184,9 @@ KINDS = (
     "llama4-images",
     "llama4-long",
 )
-TORCH_KINDS = ("phimoe", "longcat-flash", "kimi-linear", "kimi-linear-lora", "laguna", "laguna-elements")
-TORCH_KINDS += ("deepseek-v3.2", "glm-moe-dsa", "zamba2", "zamba2-adapted", "minimax", "minimax-windowed")
+TORCH_KINDS = ("deepseek-v3.2", "glm-moe-dsa", "zamba2", "zamba2-adapted", "minimax", "minimax-windowed")
 """Kinds that the native kernels do not compute."""
-TORCH_REASONS = "indexer|sparsemixer|beside an MLP|its own decay|ignores positions|softplus|share a transformer block"
-TORCH_REASONS += "|are weighted"
+TORCH_REASONS = "indexer|share a transformer block|are weighted"
 VOCAB_SIZE = 320
 
 

@@ -17,6 +17,7 @@ from trioserve.model.layer_config import (
     ExpertsConfig,
     KVAttention,
     LatentAttentionConfig,
+    LayerConfig,
     MlpConfig,
     NormKind,
     RotaryConfig,
@@ -57,12 +58,13 @@ EXPERT_NORMS = {
 __all__ = ["NativeLayer", "intermediate_sizes", "norm_slots", "norm_values", "padded_zeros"]
 
 
-def intermediate_sizes(mlp: MlpConfig | ExpertsConfig | None) -> tuple[int, ...]:
-    if mlp is None:
-        return ()
-    if isinstance(mlp, MlpConfig) or not mlp.shared_size:
-        return (mlp.intermediate_size,)
-    return mlp.intermediate_size, mlp.shared_size
+def intermediate_sizes(layer: LayerConfig) -> tuple[int, ...]:
+    """Return the intermediate sizes of a layer's MLP and experts. That of an MLP comes first."""
+    own = (layer.mlp.intermediate_size,) if isinstance(layer.mlp, MlpConfig) else ()
+    experts = layer.experts
+    if experts is None:
+        return own
+    return *own, experts.intermediate_size, *((experts.shared_size,) if experts.shared_size else ())
 
 
 class NativeLayer:
@@ -70,10 +72,10 @@ class NativeLayer:
 
     def __init__(self, index: int, config: ModelConfig) -> None:
         layer = config.layers[index]
-        hidden, attention, mlp = config.hidden_size, layer.attention, layer.mlp
+        hidden, attention, mlp, experts = config.hidden_size, layer.attention, layer.mlp, layer.experts
         self._layer = layer
         self._part = None if config.part is None else config.part.layers[index]
-        self._own_experts = config.experts_of(index) if isinstance(mlp, ExpertsConfig) else range(0)
+        self._own_experts = range(0) if experts is None else config.experts_of(index)
         self._recurrent = None if layer.recurrent is None else NativeRecurrent(layer.recurrent, hidden)
         self.query_norm: Float32Array | None = None
         self.key_norm: Float32Array | None = None
@@ -103,28 +105,29 @@ class NativeLayer:
         self.attention_output_norm = norm_values(hidden, config.norm) if layer.has_output_norms else None
         self.mlp_output_norm = norm_values(hidden, config.norm) if layer.has_mlp_output_norm else None
         self._latent: LatentStruct | None = None
-        has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
         if isinstance(mlp, MlpConfig) and mlp.activation == "xielu":
             self.activation_weights = empty_float32(len(XIELU_NUMBERS))
         self._has_gate = mlp is None or mlp.has_gate
-        self.gate_up_bias = empty_float32((1 + self._has_gate) * intermediate_sizes(mlp)[0]) if has_bias else None
-        self.down_bias = empty_float32(hidden) if has_bias else None
-        has_gate = isinstance(mlp, ExpertsConfig) and mlp.has_shared_gate
-        self.shared_gate = empty_float32(hidden) if has_gate else None
+        self.gate_up_bias: Float32Array | None = None
+        self.down_bias: Float32Array | None = None
+        if isinstance(mlp, MlpConfig) and mlp.has_bias:
+            self.gate_up_bias = empty_float32((1 + self._has_gate) * mlp.intermediate_size)
+            self.down_bias = empty_float32(hidden)
+        self.shared_gate = empty_float32(hidden) if experts is not None and experts.has_shared_gate else None
         self.score_bias: Float32Array | None = None
-        if isinstance(mlp, ExpertsConfig) and mlp.has_score_bias:
-            self.score_bias = empty_float32(mlp.expert_count)
+        if experts is not None and experts.has_score_bias:
+            self.score_bias = empty_float32(experts.choice_count)
         self.router_bias: Float32Array | None = None
-        if isinstance(mlp, ExpertsConfig) and mlp.has_router_bias:
-            self.router_bias = padded_zeros(mlp.expert_count)
+        if experts is not None and experts.has_router_bias:
+            self.router_bias = padded_zeros(experts.choice_count)
         self.expert_biases: tuple[Float32Array, Float32Array] | None = None
-        if isinstance(mlp, ExpertsConfig) and mlp.has_bias:
+        if experts is not None and experts.has_bias:
             count = len(self._own_experts)
-            self.expert_biases = empty_float32(count * 2 * mlp.intermediate_size), empty_float32(count * hidden)
+            self.expert_biases = empty_float32(count * 2 * experts.intermediate_size), empty_float32(count * hidden)
         self._expert_norms: dict[str, Float32Array] = {}
-        if isinstance(mlp, ExpertsConfig) and mlp.has_own_norms:
+        if experts is not None and experts.has_own_norms:
             self._expert_norms = {name: empty_float32(hidden) for name in EXPERT_NORMS}
-            self._expert_norms["expert_scale"] = empty_float32(mlp.expert_count)
+            self._expert_norms["expert_scale"] = empty_float32(experts.expert_count)
         self._experts: ExpertsStruct | None = None
         self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
 
@@ -141,7 +144,7 @@ class NativeLayer:
             self.value_norm = _ones(attention.head_dim)
         if attention.has_bias:
             self.qkv_bias = empty_float32(attention.projected_size)
-            self.attention_gate_bias = empty_float32(attention.attended_size) if attention.has_gate else None
+            self.attention_gate_bias = padded_zeros(attention.gate_size) if attention.has_gate else None
         if attention.has_output_bias:
             self.output_bias = empty_float32(hidden)
         if attention.has_sinks:
@@ -163,11 +166,13 @@ class NativeLayer:
         own: tuple[str, ...] = ("qkv", "output") if isinstance(attention, KVAttention) else ()
         own += ("gate_up", "down") if isinstance(mlp, MlpConfig) else ()
         matrices = {matrix: weights.matrix(f"{name}.{matrix}") for matrix in own}
-        if isinstance(mlp, ExpertsConfig):
-            self._experts = self._experts_struct(name, mlp, weights)
+        experts: int | None = None
+        if self._layer.experts is not None:
+            self._experts = self._experts_struct(name, self._layer.experts, weights)
+            experts = ctypes.addressof(self._experts)
         if isinstance(attention, LatentAttentionConfig):
             self._latent = self._latent_struct(name, attention, weights)
-        structs = ("experts", "recurrent", "latent", "laurel", "streams", "attention_gate")
+        structs = ("experts", "shortcut", "recurrent", "latent", "laurel", "streams", "attention_gate")
         if isinstance(attention, AttentionConfig) and attention.has_gate:
             self._attention_gate = weights.matrix(f"{name}.attention_gate")
         if self._laurel is not None:
@@ -199,6 +204,8 @@ class NativeLayer:
                 "has_turned_norms": attention.has_turned_norms,
                 "clip": attention.clip or 0.0,
                 "value_dim": attention.value_dim,
+                "has_softplus_gate": attention.has_softplus_gate,
+                "gates_heads": attention.has_gate_of_heads,
             }
         if isinstance(mlp, MlpConfig) and mlp.cutoff is not None:
             own_fields |= {"has_cutoff": True, "cutoff": mlp.cutoff}
@@ -212,7 +219,8 @@ class NativeLayer:
             sums_attention=self._part is not None and self._part.sums_attention,
             sums_mlp=self._part is not None and self._part.sums_mlp,
             residual_scale=self._layer.residual_scale,
-            experts=None if self._experts is None else ctypes.addressof(self._experts),
+            experts=experts if self._layer.shortcut is None else None,
+            shortcut=experts if self._layer.shortcut is not None else None,
             recurrent=None if self._recurrent is None else ctypes.addressof(self._recurrent.struct(name, weights)),
             latent=None if self._latent is None else ctypes.addressof(self._latent),
             laurel=None if self._laurel_struct is None else ctypes.addressof(self._laurel_struct),
@@ -257,7 +265,7 @@ class NativeLayer:
             router_bias=_address(self.router_bias),
             gate_up_bias=_address(gate_up_bias),
             down_bias=_address(down_bias),
-            count=mlp.expert_count,
+            count=mlp.choice_count,
             own_first=self._own_experts.start,
             own_count=len(self._own_experts),
             per_token=mlp.experts_per_token,
@@ -271,6 +279,9 @@ class NativeLayer:
             groups_per_token=mlp.groups_per_token,
             group_leaders=mlp.group_leaders,
             scale=mlp.scale,
+            logit_cap=mlp.logit_cap or 0.0,
+            nearness=mlp.nearness,
+            identity_first=mlp.expert_count if mlp.has_identity_results else mlp.choice_count,
             **shared,
             **{name: address(values) for name, values in self._expert_norms.items()},
         )
@@ -289,7 +300,7 @@ class NativeLayer:
         return (
             ("q_proj", of_heads(_part(self.qkv_bias, 0, heads))),
             *(own if attention.kv_from is None else ()),
-            ("q_gate_proj", self.attention_gate_bias),
+            ("q_gate_proj", _part(self.attention_gate_bias, 0, attention.gate_size)),
             ("o_proj", self.output_bias),
         )
 
@@ -313,7 +324,7 @@ class NativeLayer:
             ("gate_proj", _every_other_block(self.gate_up_bias, 0) if self._has_gate else None),
             ("up_proj", _every_other_block(self.gate_up_bias, 1) if self._has_gate else self.gate_up_bias),
             ("down_proj", self.down_bias),
-            ("router", _part(self.router_bias, 0, getattr(self._layer.mlp, "expert_count", 0))),
+            ("router", _part(self.router_bias, 0, getattr(self._layer.experts, "choice_count", 0))),
             *self._expert_biases(),
         ):
             if bias is not None:

@@ -27,7 +27,6 @@ from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import (
     AttentionConfig,
-    ExpertsConfig,
     KVAttention,
     LatentAttentionConfig,
     Temperature,
@@ -80,7 +79,6 @@ from trioserve_kernels.structs import (
     HEAD_DIM_MAX,
     KV_FORMATS,
     NORM_KINDS,
-    SCORINGS,
     LayerStruct,
     ModelStruct,
     RowsKind,
@@ -111,29 +109,19 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
         return "the temperature differs from layer to layer"
     sizes = [("hidden_size", config.hidden_size)]
     for layer in config.layers:
-        if layer.shortcut is not None:
-            return "experts are beside an MLP"
+        if layer.shortcut is not None and layer.shortcut.activation != getattr(layer.mlp, "activation", None):
+            return "experts beside an MLP have another activation"
         if layer.sums is not None:
             return "sums with the hidden state are weighted"
         if layer.block is not None:
             return "layers share a transformer block"
-        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.scoring not in SCORINGS:
-            return f"experts are chosen by {layer.mlp.scoring}"
-        if isinstance(layer.attention, AttentionConfig) and layer.attention.has_softplus_gate:
-            return "attention has gates with softplus"
-        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.logit_cap is not None:
-            return "the logits of routers have a cap"
-        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.identity_count:
-            return "some experts return their input"
-        if isinstance(layer.attention, LatentAttentionConfig) and layer.attention.rotary is None:
-            return "latent attention ignores positions"
         if isinstance(layer.attention, LatentAttentionConfig) and (indexer := layer.attention.indexer) is not None:
             return f"an indexer selects tokens in contexts of more than {indexer.token_count} tokens (--max-model-len)"
         if isinstance(layer.attention, KVAttention):
             sizes.extend(_attention_sizes(layer.attention))
         if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):
             return reason
-        sizes.extend(("intermediate_size", size) for size in intermediate_sizes(layer.mlp))
+        sizes.extend(("intermediate_size", size) for size in intermediate_sizes(layer))
     if reason := why_not_streams(config):
         return reason
     for name, size in sizes:
@@ -263,9 +251,7 @@ class NativeModel:
             dtype=DTYPES[dtype],
             layer_count=config.layer_count,
             hidden_size=config.hidden_size,
-            intermediate_size=max(
-                (size for layer in config.layers for size in intermediate_sizes(layer.mlp)), default=0
-            ),
+            intermediate_size=max((size for layer in config.layers for size in intermediate_sizes(layer)), default=0),
             turned_dim=turned_dim,
             latent_dim=attention.latent_dim if isinstance(attention, LatentAttentionConfig) else 0,
             vocab_size=config.vocab_size,

@@ -18,7 +18,6 @@ from trioserve.contracts.errors import StartupError
 from trioserve.model.layer_config import (
     AttentionConfig,
     DeltaNetConfig,
-    ExpertsConfig,
     LatentAttentionConfig,
     MlpConfig,
     SelectiveScanConfig,
@@ -355,18 +354,22 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             matrices[f"{layer}.qkv"], attended = tuple(qkv), attention.attended_size
             matrices[f"{layer}.output"] = (part(hidden, attended, f"{layer}.o_proj.weight"),)
             if attention.has_gate:
-                matrices[f"{layer}.attention_gate"] = (part(attended, hidden, f"{layer}.q_gate_proj.weight"),)
+                gate = part(attention.gate_size, hidden, f"{layer}.q_gate_proj.weight")
+                matrices[f"{layer}.attention_gate"] = (gate,)
         if (recurrent := described.recurrent) is not None:
             if isinstance(recurrent, DeltaNetConfig):
+                *first, decay, share = recurrent.input_sizes.items()
                 matrices[f"{layer}.input"] = (
-                    part(recurrent.inner_size, hidden, f"{layer}.delta_gate.weight"),
-                    *(part(size, hidden, f"{layer}.delta_{name}.weight") for name, size in recurrent.qkv_sizes.items()),
+                    *(part(size, hidden, f"{layer}.{name}.weight") for name, size in first),
                     # Weights that define the decay of a state are not quantized.
                     *(
-                        _Part((f"{layer}.{name}.weight",), recurrent.head_count, hidden, WeightFormat.DENSE)
-                        for name in ("delta_decay", "delta_share")
+                        _Part((f"{layer}.{name}.weight",), size, hidden, WeightFormat.DENSE)
+                        for name, size in (decay, share)
                     ),
                 )
+                for name, size in recurrent.latent_sizes.items():
+                    found = _Part((f"{layer}.{name}.weight",), size, recurrent.rank, WeightFormat.DENSE)
+                    matrices[f"{layer}.{name.removesuffix('_b')}_up"] = (found,)
             else:
                 matrices[f"{layer}.input"] = (part(recurrent.projected_size, hidden, f"{layer}.in_proj.weight"),)
             if isinstance(recurrent, SelectiveScanConfig):
@@ -387,15 +390,16 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             matrices[f"{layer}.input_proj"] = (part(hidden, size, f"{layer}.input_proj.weight"),)
         if isinstance(mlp, MlpConfig):
             gated(layer, mlp.intermediate_size, mlp.has_gate)
-        if not isinstance(mlp, ExpertsConfig):
+        experts = described.experts
+        if experts is None:
             continue
         # The router's weights are not quantized.
-        router = _Part((f"{layer}.router.weight",), mlp.expert_count, hidden, WeightFormat.DENSE)
+        router = _Part((f"{layer}.router.weight",), experts.choice_count, hidden, WeightFormat.DENSE)
         matrices[f"{layer}.router"] = (router,)
         for expert in config.experts_of(index):
-            gated(f"{layer}.experts.{expert}", mlp.intermediate_size, mlp.has_gate)
-        if mlp.shared_size:
-            gated(f"{layer}.shared", mlp.shared_size, mlp.has_gate)
+            gated(f"{layer}.experts.{expert}", experts.intermediate_size, experts.has_gate)
+        if experts.shared_size:
+            gated(f"{layer}.shared", experts.shared_size, experts.has_gate)
     if config.tie_word_embeddings and (config.has_embedding or config.has_head):
         matrices[HEAD] = (part(config.vocab_count, hidden, "embed.weight"),)
     elif config.has_head:

@@ -57,13 +57,13 @@ def why_not_recurrent(layer: Recurrent) -> str | None:
     """
     if isinstance(layer, LightningConfig):
         return "they do not compute lightning attention"
-    if isinstance(layer, DeltaNetConfig) and layer.rank:
-        return "each row of a state has its own decay"
     sizes = [("a convolution's number of channels", layer.convolved_size)]
     if isinstance(layer, StateSpaceConfig):
         sizes.append(("a state space's head_dim", layer.head_dim))
     if isinstance(layer, DeltaNetConfig):
-        sizes += [("linear_value_head_dim", layer.head_dim), ("linear_num_value_heads", layer.head_count)]
+        # Parts of the first projection follow each other in whole blocks.
+        decays = ("the rank of the decays", layer.rank) if layer.rank else ("linear_num_value_heads", layer.head_count)
+        sizes += [("linear_value_head_dim", layer.head_dim), decays, ("a state's decays", layer.decay_count)]
     if isinstance(layer, SelectiveScanConfig):
         sizes += [("the rank of the time steps", layer.rank), ("a state space's state size", layer.vector_size)]
     for name, size in sizes:
@@ -93,7 +93,10 @@ class NativeRecurrent:
                 self._vectors["gate_norm"] = empty_float32(layer.inner_size)
             self._limits = (layer.time_step_min, layer.time_step_max)
         elif isinstance(layer, DeltaNetConfig):
-            self._vectors = {name: empty_float32(layer.head_count) for name in ("rates", "time_step_bias")}
+            self._vectors = {
+                "rates": empty_float32(layer.head_count),
+                "time_step_bias": empty_float32(layer.decay_count),
+            }
             self._vectors["gate_norm"] = empty_float32(layer.head_count, layer.head_dim)
         self._selection_norms: dict[str, Float32Array] = {}
         if isinstance(layer, SelectiveScanConfig):
@@ -136,6 +139,7 @@ class NativeRecurrent:
             self._struct.norm, self._struct.norm_groups = STATE_NORMS["ungated"], layer.head_count
             self._struct.is_delta, self._struct.in_turn = True, layer.has_heads_in_turn
             self._struct.share_scale, self._struct.norm_eps = layer.share_scale, layer.norm_eps or 0.0
+            self._struct.latent = layer.rank
 
     def struct(self, name: str, weights: PackedWeights) -> RecurrentStruct:
         """Return the layer's description for the kernels. It is valid as long as this object exists.
@@ -148,6 +152,9 @@ class NativeRecurrent:
         if isinstance(self._layer, SelectiveScanConfig):
             self._struct.selection = weights.matrix(f"{name}.selection")
             self._struct.time_step = weights.matrix(f"{name}.time_step")
+        if isinstance(self._layer, DeltaNetConfig) and self._layer.rank:
+            self._struct.gate_up = weights.matrix(f"{name}.delta_gate_up")
+            self._struct.decay_up = weights.matrix(f"{name}.delta_decay_up")
         return self._struct
 
     def slots(self, name: str) -> Iterator[Slot]:
