@@ -24,6 +24,7 @@ from trioserve.asyncio.engine import for_asyncio
 from trioserve.connectors.settings import ConnectorSettings, connector_settings, find_connector
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
+from trioserve.contracts.media import SoundProcessing
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
@@ -281,6 +282,7 @@ class _Opening:
         assert checkpoint is not None, "no parts were opened"
         assert defaults is not None, "no parts were opened"
         assert compiler is not None, "no parts were opened"
+        media = files.media_processing(checkpoint, parts.image_encoder, compiler.tokenizer)
         self._engine = Engine(
             model=ModelDescription(
                 served_names=self._served_names,
@@ -296,7 +298,8 @@ class _Opening:
                 executor=self._executor,
                 family=checkpoint.config.family,
                 weight_bytes=checkpoint.weight_bytes,
-                images=files.image_processing(checkpoint, parts.image_encoder, compiler.tokenizer),
+                images=None if isinstance(media, SoundProcessing) else media,
+                sounds=media if isinstance(media, SoundProcessing) else None,
                 encoder=None
                 if isinstance(checkpoint, EncoderDirectory) or checkpoint.encoder is None
                 else checkpoint.encoder.processing,

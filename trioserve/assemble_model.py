@@ -12,9 +12,10 @@ import msgspec
 import trio
 
 from trioserve.admission.text_threads import TextThreads
+from trioserve.audio.audio_file import decoder_missing
 from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
-from trioserve.contracts.media import AudioProcessing, ImageEncoder
+from trioserve.contracts.media import AudioProcessing, ImageEncoder, SoundProcessing
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.drafts.checkpoints import EagleCheckpoint, check_same_tokens
 from trioserve.model.fingerprint import fingerprint_of, weights_name
@@ -223,27 +224,27 @@ class ModelFiles:
             ),
         )
 
-    def image_processing(
+    def media_processing(
         self, checkpoint: Checkpoint | EncoderDirectory, encoder: ImageEncoder | None, tokenizer: Tokenizer
-    ) -> ImageProcessing | None:
-        """Return how images are prepared for the model, or None if the model is served without images.
+    ) -> ImageProcessing | SoundProcessing | None:
+        """Return how images or sounds are prepared for the model, or None if the model is served for texts only.
 
         Args:
             checkpoint: the model.
-            encoder: computes image embeddings.
+            encoder: computes embeddings of images or sounds.
             tokenizer: tokenizer of the model.
         """
         if encoder is None or isinstance(checkpoint, EncoderDirectory) or checkpoint.vision is None:
             return None
         processing = checkpoint.vision.processing
-        reason = why_no_images()
-        if tokenizer.added_token_id(processing.row_token) != processing.image_token_id:
-            reason = (
-                f"its tokenizer has another token for {processing.row_token} than image_token_id "
-                f"{processing.image_token_id}"
-            )
+        if isinstance(processing, SoundProcessing):
+            what, reason, name, token_id = "sounds", decoder_missing(), "audio_token_id", processing.audio_token_id
+        else:
+            what, reason, name, token_id = "images", why_no_images(), "image_token_id", processing.image_token_id
+        if tokenizer.added_token_id(processing.row_token) != token_id:
+            reason = f"its tokenizer has another token for {processing.row_token} than {name} {token_id}"
         if reason is not None:
-            logger.warning("images are not served: %s", reason)
+            logger.warning("%s are not served: %s", what, reason)
             return None
         return processing
 

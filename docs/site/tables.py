@@ -37,7 +37,7 @@ from trioserve.metrics.registry import CATALOGUE
 from trioserve.model.families.family import Family
 from trioserve.model.families.registry import FAMILIES, LANGUAGE_PARTS
 from trioserve.model.loading.encoder_directory import ENCODER_CLASSES
-from trioserve.model.vision.part import IMAGE_FAMILIES
+from trioserve.model.vision.part import MEDIA_FAMILIES
 from trioserve.options.option import in_python, options_of
 from trioserve.options.router import RouterOptions
 from trioserve.options.server import ServerOptions
@@ -318,7 +318,7 @@ def vllm_table(kind: str) -> str:
 def _served(name: str) -> str:
     """Return the entry of SERVED for a class of config.json's `architectures`."""
     whole, texts, none = SERVED
-    if name in (*IMAGE_FAMILIES, *ENCODER_CLASSES):
+    if name in (*MEDIA_FAMILIES, *ENCODER_CLASSES):
         return whole
     for family in FAMILIES:
         if name in (*family.classes, *family.headless_classes):

@@ -29,7 +29,7 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.vision.families.pixtral import LightOnProcessing, PixtralProcessing
 from trioserve.vision.families.registry import tiles_of
-from trioserve.vision.image_prompt import ImageReader, split_images
+from trioserve.vision.image_prompt import ImageReader, split_media
 
 LOGPROB_TOLERANCE = 2e-4
 ALL_LOGPROBS = SamplingParams(temperature=0.0, logprobs=20, prompt_logprobs=20)
@@ -69,12 +69,12 @@ class Prompted:
         self.processing = checkpoint.vision.processing
         self.reader = ImageReader(self.processing, ImageLimits())
         tokenizer = Tokenizer.from_directory(path)
-        marked, sources = split_images(messages)
+        marked, sources = split_media(messages)
         read = self.reader.read(sources)
         assert tokenizer.chat_template is not None
-        text = self.reader.expand_images(tokenizer.chat_template.render(ChatPrompt(messages=marked)), read)
+        text = self.reader.expand(tokenizer.chat_template.render(ChatPrompt(messages=marked)), read)
         self.token_ids = tokenizer.encode(text, add_special_tokens=False)
-        self.images = self.reader.locate_images(self.token_ids, read)
+        self.images = self.reader.locate(self.token_ids, read)
         self.tiles = [tiles_of(image.content, self.processing, image.plan, image.place) for image in read]
 
     def given(self, runner: Any) -> tuple[GivenRows, ...]:
@@ -99,7 +99,7 @@ class Expected:
         from transformers import AutoModelForImageTextToText
 
         self.processor = processor
-        marked, _ = split_images(messages)
+        marked, _ = split_media(messages)
         text = processor.apply_chat_template(marked, add_generation_prompt=True)
         pictures = [opened(file) for file in files]
         self.inputs = processor(images=[pictures], text=[text], return_tensors="pt")

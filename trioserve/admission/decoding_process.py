@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.media import AudioLimits, AudioProcessing, ImageLimits, ImagePlan
+from trioserve.contracts.media import AudioLimits, ImageLimits, ImagePlan, Spectrogram
 from trioserve.vision.families.registry import ImageProcessing, tiles_of
 
 __all__ = [
@@ -72,11 +72,13 @@ class AudioJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         place: name of the file in error messages.
         limits: limits on the length of the recording and on the time.
         processing: sample rate and spectrogram that the model expects.
+        is_only_measured: only the length of the recording is needed.
     """
 
     place: str
     limits: AudioLimits
-    processing: AudioProcessing
+    processing: Spectrogram
+    is_only_measured: bool = False
 
 
 Job = DecodeJob | AudioJob
@@ -140,8 +142,10 @@ def _heard(job: AudioJob, content: bytes) -> tuple[DecodeReply, bytes | memoryvi
     from trioserve.audio.recording import spectrogram_of
 
     samples = decoded_audio(content, job.processing.sample_rate, job.limits, job.place)
-    spectrogram = spectrogram_of(samples, job.processing)
     seconds = len(samples) / job.processing.sample_rate
+    if job.is_only_measured:
+        return DecodeReply(seconds=seconds), b""
+    spectrogram = spectrogram_of(samples, job.processing)
     return DecodeReply(seconds=seconds, lowest=float(spectrogram.min())), spectrogram.data.cast("B")
 
 

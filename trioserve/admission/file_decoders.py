@@ -27,7 +27,7 @@ from trioserve.audio.audio_file import audio_format
 from trioserve.audio.recording import Recording, spectrogram_bytes
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.image_generation import RGBImage
-from trioserve.contracts.media import AudioLimits, AudioProcessing, ImageLimits, ImagePlan, Tiles
+from trioserve.contracts.media import AudioLimits, ImageLimits, ImagePlan, Spectrogram, Tiles
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.process_pool import JobTooLong, ProcessLost, ProcessPool
 from trioserve.vision.families.registry import ImageProcessing, tiles_from
@@ -222,7 +222,7 @@ class AudioDecoder(FileDecoder):
 
     @asynccontextmanager
     async def recording(
-        self, content: bytes, processing: AudioProcessing, place: str, *, tenant: str
+        self, content: bytes, processing: Spectrogram, place: str, *, tenant: str
     ) -> AsyncIterator[Recording]:
         """Decode an audio file to the spectrogram of its first audio stream, and keep it while the scope is open.
 
@@ -244,6 +244,25 @@ class AudioDecoder(FileDecoder):
         finally:
             self._hold(-recording.byte_count)
 
+    async def seconds(self, content: bytes, processing: Spectrogram, place: str, *, tenant: str) -> float:
+        """Return the length of a recording. Only decoding tells it.
+
+        Args:
+            content: The file.
+            processing: Sample rate that the model expects.
+            place: Name of the file in error messages.
+            tenant: Owner of the file, see `turn`.
+
+        Raises:
+            InvalidRequest: see `recording`.
+            Overloaded: no process can be started.
+        """
+        audio_format(content, self.limits, place)
+        job = AudioJob(place=place, limits=self.limits, processing=processing, is_only_measured=True)
+        async with self.turn(tenant):
+            reply, _ = await self._decoded(job, content, 0)
+        return reply.seconds
+
     def _hold(self, byte_count: int) -> None:
         if byte_count > 0 and self.bytes_held + byte_count > self.limits.features_bytes_max:
             raise Overloaded(
@@ -255,7 +274,7 @@ class AudioDecoder(FileDecoder):
         self.bytes_held += byte_count
         self._metrics.audio_bytes_held.set(self.bytes_held)
 
-    async def _recording(self, content: bytes, processing: AudioProcessing, place: str) -> Recording:
+    async def _recording(self, content: bytes, processing: Spectrogram, place: str) -> Recording:
         audio_format(content, self.limits, place)
         began_at = trio.current_time()
         size = spectrogram_bytes(self.limits.seconds_max + processing.window_seconds, processing)

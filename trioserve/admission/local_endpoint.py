@@ -15,7 +15,7 @@ from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.router.policies import RoundRobin
 from trioserve.router.settings import RouterSettings
-from trioserve.vision.image_prompt import image_count
+from trioserve.vision.image_prompt import media_count
 
 __all__ = ["LOCAL_ENDPOINT", "LOCAL_MODEL", "WAITING_DEPTH_MAX", "local_dispatch", "local_request"]
 
@@ -114,4 +114,4 @@ def _character_count(message: dict[str, Any]) -> int:
     if isinstance(content, str):
         return len(content)
     texts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    return sum(len(text) for text in texts if isinstance(text, str)) + image_count([message]) * IMAGE_CHARACTERS
+    return sum(len(text) for text in texts if isinstance(text, str)) + media_count([message]) * IMAGE_CHARACTERS

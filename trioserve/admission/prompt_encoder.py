@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from trioserve.admission.file_decoders import AudioDecoder
 from trioserve.admission.text_threads import LONG_CHARACTERS_MAX, TextRunner
 from trioserve.contracts.arguments import refuse, shown
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
@@ -35,9 +36,17 @@ from trioserve.text.response_parsers.registry import COMMON_TOOL_FAMILY
 from trioserve.text.templates.chat_template import ChatTemplate
 from trioserve.text.tokenizer import EncodedInput, Tokenizer
 from trioserve.trio_tools.media_fetcher import MediaFetcher
-from trioserve.vision.image_prompt import ImageReader, ImageSource, PromptImage, split_images
+from trioserve.vision.image_prompt import (
+    ImageReader,
+    ImageSource,
+    MediaReader,
+    PromptImage,
+    ReadImage,
+    SoundReader,
+    split_media,
+)
 
-__all__ = ["NO_AUDIO", "NO_IMAGES", "EncodedPrompt", "PromptEncoder"]
+__all__ = ["NO_AUDIO", "EncodedPrompt", "PromptEncoder", "unread_medium"]
 
 # Work is measured in characters. One character takes about a microsecond.
 # This much work takes less than a millisecond. More work in the event loop would delay every request.
@@ -50,7 +59,6 @@ LONGEST = LONG_CHARACTERS_MAX + 1
 IMAGE_CHARACTERS = 2000  # The work of an image, in characters, in addition to the work of its bytes.
 IMAGE_BYTES_PER_CHARACTER = 200  # Number of image bytes that are decoded in a microsecond.
 NO_AUDIO = "this model accepts only text, and the prompt is sound: send text"
-NO_IMAGES = "is an image, and this model accepts only text: send text"
 UTF8_BYTES_MAX = 4  # The most bytes of one character.
 INPUT_CHARACTERS = 30  # The smallest work of one input in a list of inputs.
 # Many inputs are encoded in pieces of this work. A cancelled caller does not stop the current piece.
@@ -65,7 +73,7 @@ class EncodedPrompt(NamedTuple):
     Attributes:
         token_ids: The tokens. For a model with an encoder, these are one placeholder for each position of the encoder's
             rows, and the decoder's tokens.
-        images: Images in the order of the prompt. Their embeddings are not computed yet.
+        images: Images or sounds in the order of the prompt. Their embeddings are not computed yet.
         encoder_input: Sound or text whose rows are not computed yet. None: the model has no encoder.
     """
 
@@ -89,6 +97,8 @@ class PromptEncoder:
         tool_family: Format of tools and tool calls. It is used if the chat template does not render tools. None for the
             common format.
         images: Reads the images of chats. None if the model takes no images.
+        sounds: Reads the sounds of chats. None if the model hears none.
+        audio_decoder: Measures the length of sounds. None if the model hears none.
         media: Fetches images by URL. None if this is not allowed.
         encoder: How the model reads sound or text with its encoder. None if the model has none.
         block_size: Positions of a KV block. Rows of the encoder fill whole blocks.
@@ -103,11 +113,15 @@ class PromptEncoder:
         context_tokens_max: int,
         tool_family: str | None = None,
         images: ImageReader | None = None,
+        sounds: SoundReader | None = None,
+        audio_decoder: AudioDecoder | None = None,
         media: MediaFetcher | None = None,
         encoder: Processing | None = None,
         block_size: int = 1,
     ) -> None:
         self._images = images
+        self._sounds = sounds
+        self._audio_decoder = audio_decoder
         self._encoder = encoder
         self._block_size = block_size
         self._media = media
@@ -152,14 +166,15 @@ class PromptEncoder:
     async def encode_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None
     ) -> EncodedPrompt:
-        """Return the token ids, images and encoder's input of a prompt. If the caller is cancelled, it returns at once.
+        """Return the token ids, media and encoder's input of a prompt. If the caller is cancelled, it returns at once.
 
         Only the headers of images are read. Damage after the header is detected later, when the image is decoded.
+        A sound is decoded, because its length decides its number of tokens.
 
         Args:
             prompt: Text, token ids, a chat, or sound.
             add_special_tokens: See `encode`.
-            cut: See `encode`. Not allowed with images.
+            cut: See `encode`. Not allowed with images or sounds.
 
         Raises:
             InvalidRequest: the prompt is not valid.
@@ -168,14 +183,9 @@ class PromptEncoder:
         if isinstance(prompt, AudioPrompt):
             return self._encode_audio(prompt)
         if isinstance(prompt, ChatPrompt):
-            messages, sources = split_images(prompt.messages)
+            messages, sources = split_media(prompt.messages)
             if sources:
-                reader = self._readable(sources, cut)
-                if self._media is not None:
-                    sources = [await _fetched(source, self._media) for source in sources]
-                marked = msgspec.structs.replace(prompt, messages=messages)
-                size = _chat_size(marked) + sum(map(_image_size, sources))
-                return await self.run(lambda: self._encode_with_images(marked, sources, reader), size=size)
+                return await self._encode_with_media(msgspec.structs.replace(prompt, messages=messages), sources, cut)
         if isinstance(prompt, ChatPrompt) and cut is None:
             token_ids = await self.run(functools.partial(self._encode_chat, prompt), size=_chat_size(prompt))
         else:
@@ -338,27 +348,44 @@ class PromptEncoder:
         # Only the rendered text is checked, because the template may omit parts of the messages.
         return self._tokenizer.encode_chat(chat)
 
-    def _readable(self, sources: Sequence[ImageSource], cut: Cut | None) -> ImageReader:
-        place = sources[0].place
-        if self._images is None:
-            raise InvalidRequest(f"{place} {NO_IMAGES}", param=place)
+    async def _encode_with_media(
+        self, marked: ChatPrompt, sources: list[ImageSource], cut: Cut | None
+    ) -> EncodedPrompt:
+        for source in sources:
+            if (self._sounds if source.is_sound else self._images) is None:
+                raise unread_medium(source)
         if cut is not None:
             raise InvalidRequest(
-                "truncate_prompt_tokens is set, but a prompt with images cannot be truncated: leave it out",
+                "truncate_prompt_tokens is set, but a prompt with images or sounds cannot be truncated: leave it out",
                 param="truncate_prompt_tokens",
             )
-        self._images.check_count(sources)
-        return self._images
+        size = _chat_size(marked)
+        if (sounds := self._sounds) is not None:
+            sounds.check_count(sources)
+            read = [await self._measured(source, sounds) for source in sources]
+            return await self.run(lambda: self._encode_with_images(marked, read, sounds), size=size)
+        images = self._images
+        assert images is not None, "no family reads both images and sounds"
+        images.check_count(sources)
+        if self._media is not None:
+            sources = [await _fetched(source, self._media) for source in sources]
+        size += sum(map(_image_size, sources))
+        return await self.run(lambda: self._encode_with_images(marked, images.read(sources), images), size=size)
+
+    async def _measured(self, source: ImageSource, reader: SoundReader) -> ReadImage:
+        assert self._audio_decoder is not None, "a model that hears sounds has a decoder of them"
+        content = await self.run(functools.partial(reader.content_of, source), size=_image_size(source))
+        seconds = await self._audio_decoder.seconds(content, reader.processing, source.place, tenant=self._tenant or "")
+        return reader.read(source.place, content, seconds)
 
     def _encode_with_images(
-        self, prompt: ChatPrompt, sources: Sequence[ImageSource], reader: ImageReader
+        self, prompt: ChatPrompt, images: Sequence[ReadImage], reader: MediaReader
     ) -> EncodedPrompt:
-        images = reader.read(sources)
         chat = self._chat_text(prompt)
-        chat = chat._replace(text=reader.expand_images(chat.text, images))
+        chat = chat._replace(text=reader.expand(chat.text, images))
         self._check_length(chat.plain, param="messages")
         token_ids = self._tokenizer.encode_chat(chat)
-        return EncodedPrompt(token_ids, reader.locate_images(token_ids, images))
+        return EncodedPrompt(token_ids, reader.locate(token_ids, images))
 
     def _chat_text(self, prompt: ChatPrompt) -> ChatText:
         tokenizer = self._tokenizer
@@ -402,6 +429,16 @@ class PromptEncoder:
                 param="prompt",
             )
         return checked
+
+
+def unread_medium(source: ImageSource) -> InvalidRequest:
+    """Return the error for an image or a sound that the model does not read.
+
+    Args:
+        source: the image or sound.
+    """
+    what = "a sound, and this model hears none" if source.is_sound else "an image, and this model accepts only text"
+    return InvalidRequest(f"{source.place} is {what}: send text", param=source.place)
 
 
 def _cut_ids(token_ids: list[int], cut: Cut | None) -> EncodedInput:

@@ -8,15 +8,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.audio.log_mel import log_mel
-from trioserve.contracts.media import AudioProcessing
+from trioserve.contracts.media import Spectrogram
 
 __all__ = ["Recording", "spectrogram_bytes", "spectrogram_of"]
 
 DIGEST_BYTES = 16
 
 
-def spectrogram_of(samples: npt.NDArray[np.int16], processing: AudioProcessing) -> npt.NDArray[np.float32]:
+def spectrogram_of(samples: npt.NDArray[np.int16], processing: Spectrogram) -> npt.NDArray[np.float32]:
     """Compute the spectrogram of a recording. A recording shorter than a window is continued with silence.
+    `Spectrogram.windows` says what follows for longer ones.
 
     Args:
         samples: int16 [samples], one channel.
@@ -25,17 +26,24 @@ def spectrogram_of(samples: npt.NDArray[np.int16], processing: AudioProcessing) 
     Returns:
         float32 [frames, mel_bins].
     """
-    missing = processing.window_seconds * processing.sample_rate - len(samples)
-    return log_mel(
-        np.pad(samples, (0, missing)) if missing > 0 else samples,
-        sample_rate=processing.sample_rate,
-        mel_bins=processing.mel_bins,
-        fft_size=processing.fft_size,
-        hop_length=processing.hop_length,
+    window = processing.window_seconds * processing.sample_rate
+    missing = -len(samples) % window if processing.windows != "cut" else window - len(samples)
+    filled = np.pad(samples, (0, missing)) if missing > 0 else samples
+    return np.concatenate(
+        [
+            log_mel(
+                part,
+                sample_rate=processing.sample_rate,
+                mel_bins=processing.mel_bins,
+                fft_size=processing.fft_size,
+                hop_length=processing.hop_length,
+            )
+            for part in (filled.reshape(-1, window) if processing.windows == "apart" else (filled,))
+        ]
     )
 
 
-def spectrogram_bytes(seconds: float, processing: AudioProcessing) -> int:
+def spectrogram_bytes(seconds: float, processing: Spectrogram) -> int:
     """Return the bytes of the spectrogram of a recording, which is at least a window long.
 
     Args:
@@ -62,7 +70,7 @@ class Recording:
         self,
         spectrogram: bytes | bytearray | memoryview,
         seconds: float,
-        processing: AudioProcessing,
+        processing: Spectrogram,
         *,
         lowest: float = 0.0,
     ) -> None:

@@ -17,7 +17,7 @@ from trioserve.commands.doctor import Finding, print_findings
 from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
 from trioserve.contracts.extras import install_command
-from trioserve.contracts.media import AudioProcessing
+from trioserve.contracts.media import AudioProcessing, SoundProcessing
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.model.device import free_host_bytes, has_torch, kv_block_bytes, pick_dtype
 from trioserve.model.diffusion.directory import is_image_model
@@ -315,7 +315,8 @@ class _Checking:
         if checkpoint.vision is not None:
             processing = checkpoint.vision.processing
             reason = None if has_torch() else install_command("torch")
-            yield Finding("images", "ok" if reason is None else "absent", processing.description, reason)
+            name = "sounds" if isinstance(processing, SoundProcessing) else "images"
+            yield Finding(name, "ok" if reason is None else "absent", processing.description, reason)
 
         if checkpoint.encoder is not None:
             read = checkpoint.encoder.processing

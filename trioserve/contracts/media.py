@@ -1,14 +1,14 @@
-"""Images and speech as model input.
+"""Images, sounds and speech as model input.
 
-Images have plans, limits, an encoder interface, and embeddings in the prompt. Speech has the window of sound that a
-model hears, the prompt with that window, and the rules of a transcript.
+Images and sounds of a chat have plans, limits, an encoder interface, and embeddings in the prompt. Speech has the
+window of sound that a model hears, the prompt with that window, and the rules of a transcript.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -22,6 +22,9 @@ __all__ = [
     "ImageEncoder",
     "ImageLimits",
     "ImagePlan",
+    "SoundPlan",
+    "SoundProcessing",
+    "Spectrogram",
     "SpeechRules",
     "TIMESTAMP_SECONDS",
     "Tiles",
@@ -161,17 +164,19 @@ class Tiles(Protocol):
 
 
 class ImageEncoder(Protocol):
-    """Turns tiles into embedding rows. Its methods are called from the event loop."""
+    """Turns the tiles of an image, or the windows of a sound, into embedding rows. Its methods are called from the
+    event loop.
+    """
 
     def encode(self, tiles: Tiles, plan: ImagePlan) -> Coroutine[Any, Any, object]:
-        """Compute the embeddings of an image's tiles.
+        """Compute the embeddings of an image's tiles, or of a sound's windows.
 
         The work is split into pieces that take about as long as a step. The engine runs steps between two pieces. A
         cancelled caller returns at once.
 
         Args:
-            tiles: Tiles of one image.
-            plan: Plan of the tiles.
+            tiles: Tiles of one image. Of a sound, its windows: a list of float32 [mel_bins, frame_count].
+            plan: Plan of the tiles. Of a sound, its SoundPlan.
 
         Returns:
             Buffer of float32 [plan.row_count, embedding_size].
@@ -213,16 +218,121 @@ class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
         return self.no_timestamps_id + 1
 
 
-class AudioProcessing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a speech model hears and writes, as read from the model's configuration files.
+class Spectrogram(msgspec.Struct, frozen=True, kw_only=True):
+    """The spectra that a model hears, as read from the model's configuration files.
 
     Attributes:
         sample_rate: Samples per second.
         mel_bins: Mel bands of a spectrum.
         fft_size: Samples of the window of one spectrum.
         hop_length: Samples between two spectra.
-        window_seconds: Seconds of sound in one prompt. Shorter sound is padded with silence.
+        window_seconds: Seconds of sound that the encoder reads at once. Shorter sound is padded with silence.
         frame_count: Spectra of one window.
+        windows: How a longer recording becomes windows. "cut": its spectrogram is cut, and the last window is filled
+            with the lowest value. "filled": the same, but silence first fills the last window. "apart": each window
+            has a spectrogram of its own.
+    """
+
+    sample_rate: int
+    mel_bins: int
+    fft_size: int
+    hop_length: int
+    window_seconds: int
+    frame_count: int
+    windows: Literal["cut", "filled", "apart"] = "cut"
+
+
+class SoundPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The windows of one sound, and its rows in the prompt. Follows from the length of the sound.
+
+    Attributes:
+        frame_counts: Spectra of the sound in each window. The rest of a window is silence.
+        runs: Number of embedding rows, in one run.
+    """
+
+    frame_counts: tuple[int, ...]
+    runs: tuple[int, ...]
+
+    grid: ClassVar[None] = None
+
+    @property
+    def row_count(self) -> int:
+        """Return the number of embedding rows."""
+        return sum(self.runs)
+
+
+class SoundProcessing(Spectrogram, frozen=True, kw_only=True):
+    """How a language model hears the sounds of a chat, as read from the model's configuration files.
+
+    Attributes:
+        embedding_size: Numbers in one embedding row.
+        audio_token_id: Placeholder token that stands in the prompt once for each row.
+        row_token: Text of this token. Chat templates write it once for each sound.
+        window_rows: Rows of each window, with those of the silence that fills it. None: only the sound has rows, one
+            for each four spectra.
+        windows_max: Most windows of one sound.
+    """
+
+    embedding_size: int
+    audio_token_id: int
+    row_token: str
+    window_rows: int | None
+    windows_max: int
+
+    is_bidirectional: ClassVar[bool] = False
+
+    @property
+    def sign(self) -> str:
+        """Return the text that chat templates write in the place of one sound."""
+        return self.row_token
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row in float32."""
+        return 4 * self.embedding_size
+
+    @property
+    def description(self) -> str:
+        """Return how many tokens a sound has, for operators."""
+        return f"{self.window_rows or self.frame_count // 4} tokens per {self.window_seconds} s of sound"
+
+    def plan(self, seconds: float, place: str) -> SoundPlan:
+        """Plan the windows and the rows of a sound.
+
+        Args:
+            seconds: Length of the sound.
+            place: Name of the sound in error messages.
+
+        Raises:
+            InvalidRequest: the sound is longer than the model can hear.
+        """
+        samples, window = max(1, round(seconds * self.sample_rate)), self.window_seconds * self.sample_rate
+        if samples > self.windows_max * window:
+            raise InvalidRequest(
+                f"{place} has {seconds:.1f} s of sound, and this model hears {self.windows_max * self.window_seconds} "
+                "s: send it in parts",
+                param=place,
+            )
+        frame_counts = tuple(-(-min(samples - first, window) // self.hop_length) for first in range(0, samples, window))
+        # A convolution halves the number of spectra, and the projection halves the number of rows.
+        rows = sum((count + 1) // 2 // 2 for count in frame_counts)
+        if self.window_rows is not None:
+            rows = self.window_rows * len(frame_counts)
+        return SoundPlan(frame_counts=frame_counts, runs=(rows,))
+
+    def text(self, plan: SoundPlan) -> str:
+        """Return the text that replaces `sign`.
+
+        Args:
+            plan: Plan of the sound.
+        """
+        return self.row_token * plan.row_count
+
+
+class AudioProcessing(Spectrogram, frozen=True, kw_only=True):
+    """How a speech model hears and writes, as read from the model's configuration files.
+
+    Attributes:
         row_count: Rows that the encoder computes for one window.
         embedding_size: Numbers in one row.
         tokens_max: Highest number of the decoder's tokens, of prompt and output together.
@@ -240,12 +350,6 @@ class AudioProcessing(msgspec.Struct, frozen=True, kw_only=True):
         first_timestamp_max: See SpeechRules.
     """
 
-    sample_rate: int
-    mel_bins: int
-    fft_size: int
-    hop_length: int
-    window_seconds: int
-    frame_count: int
     row_count: int
     embedding_size: int
     tokens_max: int
@@ -286,6 +390,7 @@ class AudioLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits for audio files that clients send.
 
     Attributes:
+        sounds_max: Sounds of one prompt, 0 to 1000.
         audio_bytes_max: Bytes of a file. The default is OpenAI's limit.
         seconds_max: Length of a recording. It determines the memory limit of the decoding processes.
         decode_seconds_max: Time to decode one file. A file of an hour takes about ten seconds on a slow core.
@@ -295,12 +400,15 @@ class AudioLimits(msgspec.Struct, frozen=True, kw_only=True):
         StartupError: a limit is out of range.
     """
 
+    sounds_max: int = 8
     audio_bytes_max: int = 25 * 2**20
     seconds_max: float = 3600.0
     decode_seconds_max: float = 60.0
     features_bytes_max: int = 2**30
 
     def __post_init__(self) -> None:
+        if not 0 <= self.sounds_max <= 1000:
+            raise StartupError(f"--limit-mm-per-prompt has audio {self.sounds_max}, it may be 0 to 1000")
         for name in ("audio_bytes_max", "seconds_max", "decode_seconds_max", "features_bytes_max"):
             if not getattr(self, name) > 0:
                 raise StartupError(f"{name} is {getattr(self, name)}, it must be above 0")

@@ -151,6 +151,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             families=self.families,
             guides=guides,
             image_decoder=image_decoder,
+            audio_decoder=audio_decoder,
             media=media,
             adapters=self.adapters,
         )

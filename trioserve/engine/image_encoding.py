@@ -1,6 +1,6 @@
-"""Computes the embeddings of a prompt's images, or the rows of its sound or text, before its request joins the core.
+"""Computes embeddings of a prompt's images or sounds, or the rows of its encoder, before its request joins the core.
 
-Other processes decode a few images at a time. The model encodes one input at a time, between steps. If a request is
+Other processes decode a few files at a time. The model encodes one input at a time, between steps. If a request is
 cancelled meanwhile, it ends at once, and its claim on memory is released in the same call.
 """
 
@@ -14,9 +14,9 @@ from hashlib import blake2b
 
 import trio
 
-from trioserve.admission.file_decoders import ImageDecoder
+from trioserve.admission.file_decoders import AudioDecoder, ImageDecoder
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, RequestFailed
-from trioserve.contracts.media import GivenRows, ImageEncoder
+from trioserve.contracts.media import GivenRows, ImageEncoder, ImagePlan, SoundPlan, SoundProcessing
 from trioserve.contracts.prompt import EncoderInput, InputEncoder, Processing
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.engine.open_request import OpenRequest
@@ -24,7 +24,7 @@ from trioserve.metrics.registry import Metrics
 from trioserve.vision.families.registry import ImageProcessing
 from trioserve.vision.image_prompt import PromptImage, ReadImage
 
-__all__ = ["ImageEncoding", "InputEncoding", "RowEncoding", "output_name"]
+__all__ = ["ImageEncoding", "InputEncoding", "RowEncoding", "SoundEncoding", "output_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,65 @@ def _encoder_input(request: OpenRequest) -> EncoderInput:
     return request.encoder_input
 
 
-class ImageEncoding(InputEncoding):
+class MediaEncoding(InputEncoding):
+    """Encodes the images or sounds of requests.
+
+    Args:
+        bytes_max: see InputEncoding.
+        row_bytes: bytes of an embedding row.
+        is_bidirectional: the rows of one run attend to each other.
+        metrics: see InputEncoding.
+        wait_until_open: see InputEncoding.
+    """
+
+    def __init__(
+        self,
+        bytes_max: int,
+        row_bytes: int,
+        metrics: Metrics,
+        wait_until_open: Callable[[], Awaitable[None]],
+        *,
+        is_bidirectional: bool = False,
+    ) -> None:
+        super().__init__(bytes_max, metrics, wait_until_open)
+        self._row_bytes = row_bytes
+        self._is_bidirectional = is_bidirectional
+
+    def _sizes(self, request: OpenRequest) -> dict[bytes, int]:
+        return {
+            output_name(one.image.digest, request.cache_salt): one.image.plan.row_count * self._row_bytes
+            for one in request.images
+        }
+
+    async def _encode_all(self, request: OpenRequest) -> None:
+        for image in {one.image.digest: one.image for one in request.images}.values():
+            name = output_name(image.digest, request.cache_salt)
+            await self._have_encoded(name, partial(self._decoded_and_encoded, image, request.tenant))
+
+    @abstractmethod
+    async def _decoded_and_encoded(self, image: ReadImage, tenant: str) -> object:
+        """Decode the file of an image or sound, and return the output of the encoder."""
+
+    def _given(self, request: OpenRequest) -> tuple[GivenRows, ...]:
+        return tuple(rows for image in request.images for rows in self._rows(image, request.cache_salt))
+
+    def _rows(self, image: PromptImage, cache_salt: str | None) -> list[GivenRows]:
+        """Return the embeddings of each run of an image's tokens."""
+        values = self.outputs.values(output_name(image.image.digest, cache_salt))
+        assert values is not None, "the claim keeps the encoded image"
+        whole = memoryview(values).cast("B")  # type: ignore[arg-type]  # it has a buffer
+        row_bytes, is_bidirectional = self._row_bytes, self._is_bidirectional
+        rows, first = [], 0
+        for run, (start, count) in enumerate(image.runs):
+            part = whole[first * row_bytes : (first + count) * row_bytes]
+            first += count
+            name = _name_of_run(image.image.digest, run)
+            grid = image.image.plan.grid
+            rows.append(GivenRows(start, count, name, part, grid, is_bidirectional=is_bidirectional))
+        return rows
+
+
+class ImageEncoding(MediaEncoding):
     """Encodes the images of requests.
 
     Args:
@@ -210,44 +268,51 @@ class ImageEncoding(InputEncoding):
     ) -> None:
         # Every image that the model reads must fit, or no client could send it.
         bytes_max = max(decoder.limits.outputs_bytes_max, processing.image_bytes_max)
-        super().__init__(bytes_max, metrics, wait_until_open)
+        is_bidirectional = processing.is_bidirectional
+        super().__init__(bytes_max, processing.row_bytes, metrics, wait_until_open, is_bidirectional=is_bidirectional)
         self._processing = processing
         self._decoder = decoder
 
-    def _sizes(self, request: OpenRequest) -> dict[bytes, int]:
-        return {
-            output_name(one.image.digest, request.cache_salt): one.image.plan.row_count * self._processing.row_bytes
-            for one in request.images
-        }
-
-    async def _encode_all(self, request: OpenRequest) -> None:
-        for image in {one.image.digest: one.image for one in request.images}.values():
-            name = output_name(image.digest, request.cache_salt)
-            await self._have_encoded(name, partial(self._decoded_and_encoded, image, request.tenant))
-
     async def _decoded_and_encoded(self, image: ReadImage, tenant: str) -> object:
+        assert isinstance(image.plan, ImagePlan), "the plan of a sound"
         # Keep the decoder slot until the tiles are encoded. This bounds how many decoded images wait in memory.
         async with self._decoder.turn(tenant):
             tiles = await self._decoder.tiles(image.content, self._processing, image.plan, image.place)
             return await self._encoded(tiles, image.plan)
 
-    def _given(self, request: OpenRequest) -> tuple[GivenRows, ...]:
-        return tuple(rows for image in request.images for rows in self._rows(image, request.cache_salt))
 
-    def _rows(self, image: PromptImage, cache_salt: str | None) -> list[GivenRows]:
-        """Return the embeddings of each run of an image's tokens."""
-        values = self.outputs.values(output_name(image.image.digest, cache_salt))
-        assert values is not None, "the claim keeps the encoded image"
-        whole = memoryview(values).cast("B")  # type: ignore[arg-type]  # it has a buffer
-        row_bytes, is_bidirectional = self._processing.row_bytes, self._processing.is_bidirectional
-        rows, first = [], 0
-        for run, (start, count) in enumerate(image.runs):
-            part = whole[first * row_bytes : (first + count) * row_bytes]
-            first += count
-            name = _name_of_run(image.image.digest, run)
-            grid = image.image.plan.grid
-            rows.append(GivenRows(start, count, name, part, grid, is_bidirectional=is_bidirectional))
-        return rows
+class SoundEncoding(MediaEncoding):
+    """Encodes the sounds of requests.
+
+    Args:
+        processing: how the model hears sounds.
+        decoder: decodes audio files.
+        metrics: see InputEncoding.
+        wait_until_open: see InputEncoding.
+    """
+
+    _what = "sound"
+
+    def __init__(
+        self,
+        processing: SoundProcessing,
+        decoder: AudioDecoder,
+        metrics: Metrics,
+        wait_until_open: Callable[[], Awaitable[None]],
+    ) -> None:
+        longest = int(decoder.limits.seconds_max) // processing.window_seconds + 1
+        window_bytes = processing.frame_count // 4 * processing.row_bytes
+        bytes_max = max(ROWS_BYTES_MAX, min(longest, processing.windows_max) * window_bytes)
+        super().__init__(bytes_max, processing.row_bytes, metrics, wait_until_open)
+        self._processing = processing
+        self._decoder = decoder
+
+    async def _decoded_and_encoded(self, image: ReadImage, tenant: str) -> object:
+        assert isinstance(image.plan, SoundPlan), "the plan of an image"
+        async with self._decoder.recording(image.content, self._processing, image.place, tenant=tenant) as recording:
+            seconds = self._processing.window_seconds
+            windows = [recording.window(index * seconds)[0] for index in range(len(image.plan.frame_counts))]
+            return await self._encoded(windows, image.plan)
 
 
 def output_name(digest: bytes, cache_salt: str | None) -> bytes:

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from trioserve.contracts.media import AudioProcessing
+from trioserve.contracts.media import AudioProcessing, SoundProcessing
 from trioserve.contracts.pooling import PoolingMethod, PoolingParams
 from trioserve.contracts.prompt import Processing
 from trioserve.vision.families.registry import ImageProcessing
@@ -67,6 +67,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         family: model family of the checkpoint, such as "llama". None: unknown.
         weight_bytes: size of the stored weights. 0: unknown.
         images: image format that the model expects in chats. None: the model reads no images.
+        sounds: how the model hears sounds in chats. None: it hears none.
         encoder: how the model reads sound or text with an encoder to whose rows its decoder attends. None: the model
             has no such encoder.
     """
@@ -85,6 +86,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     family: str | None = None
     weight_bytes: int = 0
     images: ImageProcessing | None = None
+    sounds: SoundProcessing | None = None
     encoder: Processing | None = None
 
     @property

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from trioserve.admission.prompt_encoder import NO_AUDIO, NO_IMAGES
+from trioserve.admission.prompt_encoder import NO_AUDIO, unread_medium
 from trioserve.contracts.arguments import check_flags, check_texts, is_list, refuse, to_str
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest, ResumeMismatch
 from trioserve.contracts.ids import RequestId
@@ -24,7 +24,7 @@ from trioserve.engine.resumed_output import ResumedOutput, checked_resume
 from trioserve.text.output import ChoiceOutput
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.vision.image_prompt import split_images
+from trioserve.vision.image_prompt import split_media
 
 __all__ = ["SEED_STRIDE", "RequestPreparation", "checked_kv_transfer", "checked_prompt", "instance_of"]
 
@@ -210,11 +210,11 @@ class RequestPreparation:
         return msgspec.structs.replace(sequence, resumed_output=tuple(output), guide=guide, kv_transfer=kv_transfer)
 
     def _check_media(self, request: OpenRequest) -> None:
-        """Check that the model reads the images, or hears the sound, of the prompt."""
-        if self._model.images is None and isinstance(request.prompt, ChatPrompt):
-            _, sources = split_images(request.prompt.messages)
+        """Check that the model reads the images, or hears the sounds, of the prompt."""
+        if self._model.images is None and self._model.sounds is None and isinstance(request.prompt, ChatPrompt):
+            _, sources = split_media(request.prompt.messages)
             if sources:
-                raise InvalidRequest(f"{sources[0].place} {NO_IMAGES}", param=sources[0].place)
+                raise unread_medium(sources[0])
         hears, encoder = isinstance(request.prompt, AudioPrompt), self._model.encoder
         audio = encoder if isinstance(encoder, AudioProcessing) else None
         if audio is None and hears:

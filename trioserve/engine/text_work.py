@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import trio
 
-from trioserve.admission.file_decoders import ImageDecoder
+from trioserve.admission.file_decoders import AudioDecoder, ImageDecoder
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.text_threads import TextRunner, TextThreads
 from trioserve.contracts.errors import Overloaded
@@ -27,7 +27,7 @@ from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_metrics import show_connector
-from trioserve.engine.image_encoding import ImageEncoding, InputEncoding, RowEncoding
+from trioserve.engine.image_encoding import ImageEncoding, InputEncoding, RowEncoding, SoundEncoding
 from trioserve.engine.kv_cache import KvEvents, KvLimit, KvRelease
 from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.lifecycle.request_trace import (
@@ -55,7 +55,7 @@ from trioserve.text.response_parsers.registry import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.media_fetcher import MediaFetcher
-from trioserve.vision.image_prompt import ImageReader
+from trioserve.vision.image_prompt import ImageReader, SoundReader
 
 __all__ = ["EngineParts", "OpenParts", "TextWork"]
 
@@ -113,6 +113,7 @@ class TextWork:
         families: ResponseFamilies,
         guides: GuideFactory | None,
         image_decoder: ImageDecoder | None,
+        audio_decoder: AudioDecoder | None,
         media: MediaFetcher | None,
         adapters: Adapters,
     ) -> None:
@@ -129,11 +130,17 @@ class TextWork:
         self._settings = settings
         self._text_threads = text_threads
         self._image_reader: ImageReader | None = None
+        self._sound_reader: SoundReader | None = None
+        self._audio_decoder = audio_decoder
         self.encoding: InputEncoding | None = None
         if model.images is not None:
             assert image_decoder is not None, "the model reads images, and there is no decoder for them"
             self._image_reader = ImageReader(model.images, image_decoder.limits)
             self.encoding = ImageEncoding(model.images, image_decoder, metrics, self._wait_until_open)
+        if model.sounds is not None:
+            assert audio_decoder is not None, "the model hears sounds, and there is no decoder for them"
+            self._sound_reader = SoundReader(model.sounds, audio_decoder.limits)
+            self.encoding = SoundEncoding(model.sounds, audio_decoder, metrics, self._wait_until_open)
         if model.encoder is not None:
             self.encoding = RowEncoding(model.encoder, metrics, self._wait_until_open)
         self.prompts = self.encoder(text_threads, media)
@@ -301,6 +308,8 @@ class TextWork:
             context_tokens_max=model.context_tokens_max,
             tool_family=self.families.tool_family,
             images=self._image_reader,
+            sounds=self._sound_reader,
+            audio_decoder=self._audio_decoder,
             media=media,
             encoder=model.encoder,
             block_size=self._core_settings.block_size,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import install_command
+from trioserve.contracts.media import SoundProcessing
 from trioserve.model.device import (
     DeviceType,
     default_thread_count,
@@ -191,23 +192,24 @@ def load_mtp_head(
 def load_vision(
     checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, device: DeviceType
 ) -> VisionTower | None:
-    """Load the vision encoder of a model.
+    """Load the encoder of a model's images or sounds.
 
     Args:
-        checkpoint: model whose image encoder is loaded.
+        checkpoint: model whose encoder is loaded.
         settings: threads of torch.
         dtype: number format of the model.
         device: device of the encoder.
 
     Returns:
-        The encoder. None if the model has no image encoder, or torch is not installed.
+        The encoder. None if the model has none, or torch is not installed.
     """
     part = checkpoint.vision
     if part is None:
         return None
     if not has_torch():
+        media = "sounds" if isinstance(part.processing, SoundProcessing) else "images"
         logger.warning(
-            "images are not served: torch, which encodes them, is not installed: %s", install_command("torch")
+            "%s are not served: torch, which encodes them, is not installed: %s", media, install_command("torch")
         )
         return None
     torch = torch_now()

@@ -5,20 +5,24 @@ The encoder computes one layer at a time, so that other work can run between two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trioserve.contracts.media import SoundPlan, SoundProcessing
 from trioserve.model.encoder import ACTIVATIONS
-from trioserve.model.loading.encoder_part import RowEncoderConfig, encoder_shapes
+from trioserve.model.loading.encoder_part import TOWER_PREFIX, RowEncoderConfig, SoundConfig, encoder_shapes
 from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.torch_step.formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.torch_step.layers import Linear, RelativeBiases
+from trioserve.model.vision.tower import ImagePass, VisionTower
 
-__all__ = ["RowEncoder", "RowEncoding"]
+__all__ = ["RowEncoder", "RowEncoding", "SoundTower"]
 
 
 class RowEncoder:
@@ -108,7 +112,8 @@ class RowEncoder:
         Args:
             index: index of the layer.
             hidden: [rows, hidden_size].
-            biases: [1, heads, rows, rows], added to the scores of attention. None: nothing is added.
+            biases: [1, heads, rows, rows], added to the scores of attention, or a mask, which is False for rows that
+                are not attended to. None: nothing is added.
         """
         name, is_post = f"layers.{index}", self.config.normalizes_sums
         attention_norm, mlp_norm = f"{name}.self_attn_layer_norm", f"{name}.final_layer_norm"
@@ -189,3 +194,57 @@ class RowEncoding:
         self.rows = encoder.last(self._hidden).to("cpu", torch.float32).contiguous().numpy()
         self._hidden = self._biases = None
         return True
+
+
+class SoundTower(VisionTower):
+    """Encodes sounds to embeddings of a language model, see SoundConfig."""
+
+    def __init__(self, config: SoundConfig, processing: SoundProcessing, *, dtype: Dtype, device: torch.device) -> None:
+        super().__init__(config, processing, dtype=dtype, device=device)
+        self._config = config
+        self._encoder = RowEncoder(config.encoder, _no_embeddings, dtype=dtype, device=device)
+        self._projection = [self.linear(f"multi_modal_projector.{name}") for name in config.projection]
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for slot in self._encoder.slots():
+            yield slot._replace(name=TOWER_PREFIX + slot.name)
+        yield from super().slots()
+
+    def begin(self, tiles: Sequence[npt.NDArray[np.float32]], plan: SoundPlan) -> ImagePass:
+        """Start the encoding of one sound.
+
+        Args:
+            tiles: windows of the sound, each float32 [mel_bins, frame_count].
+            plan: plan of the sound.
+        """
+        return ImagePass(self, zip(tiles, plan.frame_counts, strict=True), plan)
+
+    def encode(self, tile: tuple[npt.NDArray[np.float32], int]) -> Generator[None, None, Tensor]:
+        """Encode one window. Yields between two layers.
+
+        Args:
+            tile: the window, and its number of spectra before the silence.
+
+        Returns:
+            [rows, embedding_size].
+        """
+        spectra, frame_count = tile
+        encoder, config = self._encoder, self._config
+        hidden = encoder.embedded(spectra)
+        row_count, mask = (frame_count + 1) // 2, None
+        if config.joined_rows == 1 and row_count < len(hidden):
+            mask = (torch.arange(len(hidden), device=self.device) < row_count).view(1, 1, 1, -1)
+        for index in range(config.encoder.layer_count):
+            hidden = encoder.layer(index, hidden, mask)
+            yield
+        if config.joined_rows == 1:
+            hidden = encoder.last((hidden[0::2] + hidden[1::2]) / 2)[: row_count // 2]
+        else:
+            hidden = encoder.last(hidden).reshape(-1, config.joined_rows * hidden.shape[1])
+        for index, linear in enumerate(self._projection):
+            hidden = linear(hidden if not index else functional.gelu(hidden))
+        return hidden
+
+
+def _no_embeddings(token_ids: Tensor) -> Any:
+    raise AssertionError("an encoder of sounds embeds no tokens")

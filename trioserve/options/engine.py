@@ -340,13 +340,14 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         "hosts, with all their subdomains, from which the server fetches images that a request names by an http or "
         "https URL; default: nothing is fetched", "HOST")] = ()
     limit_mm_per_prompt: Annotated[str | dict[str, int] | None, about(
-        """JSON as in vLLM: most images per prompt, for models that read images, such as {"image": 4}; default: 8""",
+        """JSON as in vLLM: most images or sounds per prompt, for models that read them, such as {"image": 4} or """
+        """{"audio": 2}; default: 8""",
         "JSON")] = None
     image_decode_timeout: Annotated[float, about(
         "longest time in seconds to decode one image of a request; after that the request fails with 400, and the "
         "decoding process is killed", "SECONDS", gt=0, le=3600)] = ImageLimits().decode_seconds_max
     max_audio_seconds: Annotated[float, about(
-        "longest recording that a speech model transcribes", "SECONDS", gt=0, le=86400)] = AudioLimits().seconds_max
+        "longest recording that a model hears", "SECONDS", gt=0, le=86400)] = AudioLimits().seconds_max
     audio_decode_timeout: Annotated[float, about(
         "longest time in seconds to decode one recording of a request; after that the request fails with 400, and the "
         "decoding process is killed", "SECONDS", gt=0, le=3600)] = AudioLimits().decode_seconds_max
@@ -448,10 +449,13 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         Raises:
             StartupError: `limit_mm_per_prompt` has a wrong format.
         """
+        count = self._media_limits().get("image", ImageLimits().images_max)
+        return ImageLimits(images_max=count, decode_seconds_max=self.image_decode_timeout)
+
+    def _media_limits(self) -> dict[str, int]:
         given: object = self.limit_mm_per_prompt
-        seconds = self.image_decode_timeout
         if given is None:
-            return ImageLimits(decode_seconds_max=seconds)
+            return {}
         if isinstance(given, str):
             try:
                 given = msgspec.json.decode(given)
@@ -459,17 +463,28 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
                 raise StartupError(
                     f"""--limit-mm-per-prompt is not JSON ({error}): write it like {{"image": 4}}"""
                 ) from None
-        count = given.get("image") if isinstance(given, Mapping) and set(given) == {"image"} else None
-        if not isinstance(count, int) or isinstance(count, bool):
+        if (
+            not isinstance(given, Mapping)
+            or not set(given) <= {"image", "audio"}
+            or not all(isinstance(count, int) and not isinstance(count, bool) for count in given.values())
+        ):
             raise StartupError(
-                f"""--limit-mm-per-prompt is {given!r}, it must be like {{"image": 4}}: images are the """
-                "only media here"
+                f"""--limit-mm-per-prompt is {given!r}, it must be like {{"image": 4, "audio": 2}}: images and """
+                "sounds are the only media here"
             )
-        return ImageLimits(images_max=count, decode_seconds_max=seconds)
+        return dict(given)
 
     def audio_limits(self) -> AudioLimits:
-        """Return the limits of recordings."""
-        return AudioLimits(seconds_max=self.max_audio_seconds, decode_seconds_max=self.audio_decode_timeout)
+        """Return the limits of recordings.
+
+        Raises:
+            StartupError: `limit_mm_per_prompt` has a wrong format.
+        """
+        return AudioLimits(
+            sounds_max=self._media_limits().get("audio", AudioLimits().sounds_max),
+            seconds_max=self.max_audio_seconds,
+            decode_seconds_max=self.audio_decode_timeout,
+        )
 
     def model_settings(self) -> ModelSettings:
         """Return the settings that determine how the model is computed.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import json
-from typing import Any
+from typing import Any, TypeGuard
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 
-__all__ = ["IMAGE_MARK", "ContentFormat", "check_shape", "prepared_messages"]
+__all__ = ["ContentFormat", "check_shape", "prepared_messages"]
 
 # Templates print arguments recursively. Arguments of real tools are nested at most ten levels deep.
 ARGUMENT_DEPTH_MAX = 64
@@ -21,8 +21,8 @@ JSON_VALUES_MAX = 100_000  # Limit for one field. Python objects take ten times 
 _VALUE_MARKS = (",", "[", "{")  # One of these characters precedes each JSON value except the first.
 
 
-IMAGE_MARK = {"type": "image"}
-"""Part of a message's content that stands for an image. Templates do not get the image itself."""
+# Parts of a message's content that stand for an image or a sound. Templates do not get the image or sound itself.
+_MARKS = ({"type": "image"}, {"type": "audio"})
 
 
 class ContentFormat(enum.Enum):
@@ -39,8 +39,9 @@ def prepared_messages(
     """Copy and check the messages of a prompt, in the format that a template expects.
 
     If the template expects a string, text parts are joined by line breaks, as in vLLM. If it expects parts, a string
-    becomes one part. Missing content becomes empty content. Image marks, {"type": "image"}, are kept in their position.
-    Arguments of earlier tool calls, which are JSON text, become objects. The caller's messages are not changed.
+    becomes one part. Missing content becomes empty content. Marks of images and sounds, {"type": "image"} and {"type":
+    "audio"}, are kept in their position. Arguments of earlier tool calls, which are JSON text, become objects. The
+    caller's messages are not changed.
 
     Args:
         prompt: The chat.
@@ -48,9 +49,8 @@ def prepared_messages(
         arguments_are_text: True to keep arguments as JSON text, and to convert other arguments to JSON text.
 
     Raises:
-        InvalidRequest: A message has a wrong shape, or content other than text and image marks. Also raised if
-            arguments are not JSON, or have too many or too deeply nested values. The message names the path of the
-            field.
+        InvalidRequest: A message has a wrong shape, or content other than text and marks. Also raised if arguments are
+            not JSON, or have too many or too deeply nested values. The message names the path of the field.
     """
     if not prompt.messages:
         raise InvalidRequest("messages is empty, at least one message is needed", param="messages")
@@ -83,9 +83,13 @@ def _content(content: object, place: str, content_format: ContentFormat) -> str 
 
 
 def _part(part: object, place: str) -> dict[str, Any]:
-    if part == IMAGE_MARK:
-        return IMAGE_MARK
+    if _is_mark(part):
+        return part
     return {"type": "text", "text": _part_text(part, place)}
+
+
+def _is_mark(part: object) -> TypeGuard[dict[str, Any]]:
+    return part in _MARKS
 
 
 def _part_text(part: object, place: str) -> str:
@@ -94,9 +98,9 @@ def _part_text(part: object, place: str) -> str:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{place} is {type(part).__name__}, expected an object with a type", param=place)
     kind = part.get("type")
-    if part == IMAGE_MARK:
+    if _is_mark(part):
         raise InvalidRequest(
-            f"{place} is an image, and the chat template does not accept images in this chat: send only text",
+            f"{place} is {kind}, and the chat template does not accept {kind} in this chat: send only text",
             param=place,
         )
     if kind in ("video", "video_url"):

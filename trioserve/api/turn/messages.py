@@ -174,9 +174,11 @@ def _check_part(part: object, path: str) -> None:
     if part.get("type") == "image_url":
         check_image_part(part, path)
         return
+    if part.get("type") == "input_audio":
+        return  # split_media checks it.
     if part.get("type") != "text":
         raise InvalidRequest(
-            f'{path} is of type {part.get("type")!r}, but only "text" and "image_url" are supported',
+            f'{path} is of type {part.get("type")!r}, but only "text", "image_url" and "input_audio" are supported',
             param=f"{path}.type",
         )
     if not isinstance(part.get("text"), str):

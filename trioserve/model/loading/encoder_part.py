@@ -7,26 +7,50 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.contracts.media import AudioProcessing
+from trioserve.contracts.media import AudioProcessing, SoundProcessing
 from trioserve.contracts.prompt import TextProcessing
 from trioserve.model.layer_config import DIMENSION_MAX, HEADS_MAX, Activation, MlpConfig, check_count
-from trioserve.model.loading.fields import Fields
+from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
 from trioserve.model.loading.hf_config import read_json_object
 from trioserve.model.loading.names import Shape, TensorPlace
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
 from trioserve.model.model_config import LAYERS_MAX, ModelConfig, RelativePositions
+from trioserve.model.vision.family import VisionConfig
 
-__all__ = ["EncoderPart", "RowEncoderConfig", "encoder_shapes", "is_encoder_tensor"]
+__all__ = [
+    "TOWER_PREFIX",
+    "EncoderPart",
+    "RowEncoderConfig",
+    "SoundConfig",
+    "encoder_shapes",
+    "is_encoder_tensor",
+    "read_audio_flamingo",
+    "read_qwen2_audio",
+    "read_voxtral",
+]
 
 ENCODER_PREFIX = "model.encoder."
 T5_PREFIX = "encoder."
+TOWER_PREFIX = "audio_tower."
 MEL_BINS_MAX = 1024
+FLAMINGO_WINDOWS_MAX = 20  # The model was trained with ten minutes of sound.
+WINDOWS_MAX = 2**20  # The limit of seconds is far below it.
 POSITION_FIRST = 2  # Row of the first position in BART's tables.
+# Fields of a sound encoder that change nothing without training.
+_SOUND_NOTES = (
+    "dropout",
+    "encoder_layerdrop",
+    "init_std",
+    "layerdrop",
+    "num_hidden_layers",
+    "scale_embedding",
+    "vocab_size",
+)
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -107,6 +131,137 @@ class RowEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def query_size(self) -> int:
         return self.head_count * self.head_dim
+
+
+class SoundConfig(VisionConfig, frozen=True, kw_only=True, tag="sound"):
+    """Config of a language model's encoder of sounds: Whisper's encoder for each window, and a projection.
+
+    Attributes:
+        encoder: Whisper's encoder.
+        joined_rows: rows of the encoder that the projection reads as one. 1: the mean of each two rows is one row, and
+            rows of the silence after a sound are neither attended to nor read.
+        projection: linear layers of the projection. Between two, there is GELU.
+        has_bias: these layers have biases.
+    """
+
+    encoder: RowEncoderConfig
+    joined_rows: int
+    projection: tuple[str, ...]
+    has_bias: bool
+
+    layers_prefix: ClassVar[str] = f"{TOWER_PREFIX}layers."
+
+    def shapes(self) -> dict[str, Shape]:
+        shapes = {TOWER_PREFIX + name: shape for name, shape in encoder_shapes(self.encoder).items()}
+        inputs = self.encoder.hidden_size * self.joined_rows
+        for name in self.projection:
+            shapes[f"multi_modal_projector.{name}.weight"] = (self.output_size, inputs)
+            if self.has_bias:
+                shapes[f"multi_modal_projector.{name}.bias"] = (self.output_size,)
+            inputs = self.output_size
+        return shapes
+
+
+def read_qwen2_audio(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[SoundConfig, SoundProcessing]:
+    """Read the config files of Qwen2-Audio (arXiv 2407.10759), which hears one window of a sound.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    token_id = outer.whole_or("audio_token_index", outer.whole_or("audio_token_id", 151_646))
+    config = _sound_config(outer, texts, projection=("linear",), has_bias=True)
+    return config, _sound_processing(directory, config, token_id, "<|AUDIO|>", windows_max=1)
+
+
+def read_audio_flamingo(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[SoundConfig, SoundProcessing]:
+    """Read the config files of Audio Flamingo 3 (arXiv 2507.08128), which hears each window of a sound alone.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    has_bias = outer.flag_or("projector_bias", True)
+    config = _sound_config(outer, texts, projection=("linear_1", "linear_2"), has_bias=has_bias)
+    token_id = outer.whole_or("audio_token_id", 151_669)
+    return config, _sound_processing(directory, config, token_id, "<sound>", windows_max=FLAMINGO_WINDOWS_MAX)
+
+
+def read_voxtral(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[SoundConfig, SoundProcessing]:
+    """Read the config files of Voxtral (arXiv 2507.13264), which also hears the silence that fills a window.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    config = _sound_config(outer, texts, joined_rows=4, projection=("linear_1", "linear_2"), has_bias=False)
+    if config.encoder.intermediate_size != 4 * config.encoder.hidden_size:
+        raise ModelLoadError(
+            f"audio_config has intermediate_size {config.encoder.intermediate_size}, it must be four times its "
+            f"hidden_size ({config.encoder.hidden_size}): the checkpoint's config is damaged"
+        )
+    token_id = outer.whole_or("audio_token_id", 24)
+    return config, _sound_processing(directory, config, token_id, "[AUDIO]", windows_max=WINDOWS_MAX)
+
+
+def _sound_config(
+    outer: Fields, texts: ModelConfig, *, joined_rows: int = 1, projection: tuple[str, ...], has_bias: bool
+) -> SoundConfig:
+    fields = outer.group_or_none("audio_config")
+    if fields is None:
+        raise ModelLoadError("config.json has no audio_config: fetch the checkpoint again")
+    if outer.text_or("projector_hidden_act", "gelu") != "gelu":
+        raise outer.wrong("projector_hidden_act", "gelu")
+
+    def number(name: str, other: str, default: int) -> int:
+        return fields.whole_or(name, fields.whole_or(other, default))
+
+    hidden, heads = number("d_model", "hidden_size", 1280), number("encoder_attention_heads", "num_attention_heads", 20)
+    rows = fields.whole_or("max_source_positions", 1500)
+    check_count("max_source_positions", rows, 2**16)
+    mel_bins = fields.whole_or("num_mel_bins", 128)
+    check_count("num_mel_bins", mel_bins, MEL_BINS_MAX)
+    joins = max(2, joined_rows)
+    if rows % joins:
+        raise fields.wrong("max_source_positions", f"a multiple of {joins}")
+    encoder = RowEncoderConfig(
+        mel_bins=mel_bins,
+        hidden_size=hidden,
+        intermediate_size=number("encoder_ffn_dim", "intermediate_size", 5120),
+        layer_count=number("encoder_layers", "num_hidden_layers", 32),
+        head_count=heads,
+        head_dim=_head_dim(hidden, heads),
+        rows_max=rows,
+        position_rows=rows,
+        activation=_activation(fields, "activation_function"),
+        has_key_bias=False,
+    )
+    warn_of_unread("audio_config in config.json", unread_names(fields, _SOUND_NOTES))
+    return SoundConfig(
+        encoder=encoder,
+        joined_rows=joined_rows,
+        projection=projection,
+        has_bias=has_bias,
+        output_size=texts.hidden_size,
+    )
+
+
+def _sound_processing(
+    directory: Path, config: SoundConfig, token_id: int, row_token: str, *, windows_max: int
+) -> SoundProcessing:
+    window_rows = config.encoder.rows_max // config.joined_rows if config.joined_rows > 1 else None
+    return SoundProcessing(
+        **_spectrogram(directory, config.encoder),
+        windows="apart" if window_rows is None else "filled",
+        embedding_size=config.output_size,
+        audio_token_id=token_id,
+        row_token=row_token,
+        window_rows=window_rows,
+        windows_max=windows_max,
+    )
 
 
 class EncoderPart:
@@ -362,22 +517,7 @@ def _audio_config(fields: Fields, texts: ModelConfig) -> RowEncoderConfig:
 
 def _processing(directory: Path, outer: Fields, config: RowEncoderConfig, texts: ModelConfig) -> AudioProcessing:
     assert texts.cross is not None, "the decoder attends to the encoder's rows"
-    sound = _processor_fields(directory)
     generation = Fields(_object(directory, "generation_config.json"), "generation_config.json")
-    rate, hop, seconds = (
-        sound.whole_or(name, usual)
-        for name, usual in (("sampling_rate", 16_000), ("hop_length", 160), ("chunk_length", 30))
-    )
-    fft_size, mel_bins = sound.whole_or("n_fft", 400), sound.whole_or("feature_size", 80)
-    for name, number in (("sampling_rate", rate), ("hop_length", hop), ("chunk_length", seconds), ("n_fft", fft_size)):
-        check_count(name, number, 2**20)
-    if mel_bins != config.mel_bins:
-        raise sound.wrong("feature_size", f"{config.mel_bins}, which is num_mel_bins in config.json")
-    if seconds * rate != 2 * config.rows_max * hop:
-        raise ModelLoadError(
-            f"{seconds} s of {rate} samples have {seconds * rate // hop} spectra of {hop} samples each, but the "
-            f"encoder has positions for {2 * config.rows_max}: the checkpoint's files do not belong to the same model"
-        )
     if "no_timestamps_token_id" not in generation:
         raise ModelLoadError(
             "generation_config.json has no no_timestamps_token_id, which names the model's special tokens: fetch the "
@@ -387,12 +527,7 @@ def _processing(directory: Path, outer: Fields, config: RowEncoderConfig, texts:
     languages = _ids(generation, "lang_to_id")
     tasks = _ids(generation, "task_to_id")
     found = AudioProcessing(
-        sample_rate=rate,
-        mel_bins=mel_bins,
-        fft_size=fft_size,
-        hop_length=hop,
-        window_seconds=seconds,
-        frame_count=2 * config.rows_max,
+        **_spectrogram(directory, config),
         row_count=config.rows_max,
         embedding_size=config.hidden_size,
         tokens_max=texts.cross.tokens_max,
@@ -411,6 +546,33 @@ def _processing(directory: Path, outer: Fields, config: RowEncoderConfig, texts:
     )
     _check_ids(found, texts.vocab_size)
     return found
+
+
+def _spectrogram(directory: Path, config: RowEncoderConfig) -> dict[str, Any]:
+    """Return the fields of Spectrogram, except `windows`."""
+    sound = _processor_fields(directory)
+    rate, hop, seconds = (
+        sound.whole_or(name, usual)
+        for name, usual in (("sampling_rate", 16_000), ("hop_length", 160), ("chunk_length", 30))
+    )
+    fft_size, mel_bins = sound.whole_or("n_fft", 400), sound.whole_or("feature_size", 80)
+    for name, number in (("sampling_rate", rate), ("hop_length", hop), ("chunk_length", seconds), ("n_fft", fft_size)):
+        check_count(name, number, 2**20)
+    if mel_bins != config.mel_bins:
+        raise sound.wrong("feature_size", f"{config.mel_bins}, which is num_mel_bins in config.json")
+    if seconds * rate != 2 * config.rows_max * hop:
+        raise ModelLoadError(
+            f"{seconds} s of {rate} samples have {seconds * rate // hop} spectra of {hop} samples each, but the "
+            f"encoder has positions for {2 * config.rows_max}: the checkpoint's files do not belong to the same model"
+        )
+    return {
+        "sample_rate": rate,
+        "mel_bins": mel_bins,
+        "fft_size": fft_size,
+        "hop_length": hop,
+        "window_seconds": seconds,
+        "frame_count": 2 * config.rows_max,
+    }
 
 
 def _check_ids(found: AudioProcessing, vocab_size: int) -> None:

@@ -42,7 +42,7 @@ from trioserve.model.loading.stored_tensor import FP8_ROWS, PLAIN_DTYPES, STORAG
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values
 from trioserve.model.vision.family import UnknownEncoder
-from trioserve.model.vision.part import IMAGE_FAMILIES, VisionPart
+from trioserve.model.vision.part import MEDIA_FAMILIES, VisionPart
 
 __all__ = [
     "EMBEDDING_NAME",
@@ -274,16 +274,17 @@ class UnfetchedCheckpoint:
 def _vision_part(
     directory: Path, config: dict[str, object], texts: ModelConfig, stored: Mapping[str, FileTensor] | None
 ) -> VisionPart | None:
-    """Open the image encoder of a model. A warning is logged for an encoder that is not supported."""
+    """Open the encoder of a model's images or sounds. A warning is logged for an encoder that is not supported."""
     if not sees_images(config):
         return None
-    if (name := named_class(config)) in IMAGE_FAMILIES:
+    media = "sounds" if "audio_config" in config and "vision_config" not in config else "images"
+    if (name := named_class(config)) in MEDIA_FAMILIES:
         try:
             return VisionPart(directory, config, name, texts, stored)
         except UnknownEncoder as error:
-            logger.warning("images are not served: %s", error)
+            logger.warning("%s are not served: %s", media, error)
             return None
-    logger.warning("images are not served: only the text part of this model is supported")
+    logger.warning("%s are not served: only the text part of this model is supported", media)
     return None
 
 

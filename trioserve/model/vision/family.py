@@ -2,7 +2,7 @@
 patches.
 
 To add a family, write one file in this folder, with a subclass of `VisionConfig` and a function that reads it, and one
-line in IMAGE_FAMILIES (part.py). Its encoder is in towers.py, and its images are prepared by a file in
+line in MEDIA_FAMILIES (part.py). Its encoder is in towers.py, and its images are prepared by a file in
 trioserve/vision/families.
 """
 
@@ -171,6 +171,8 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     output_size: int
 
+    layers_prefix: ClassVar[str] = "vision_model.encoder.layers."
+    """Prefix of the tensors of layers."""
     names: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Parts of our names, and the parts of the names in files that replace them, in this order."""
 

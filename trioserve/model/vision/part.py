@@ -1,5 +1,5 @@
-"""Opens the image part of a checkpoint: its config, its preparation of images, and its tensors. The checkpoint's
-language model is read like any other model.
+"""Opens the part of a checkpoint that reads images or hears sounds: its config, its preparation of files, and its
+tensors. The checkpoint's language model is read like any other model.
 
 An image encoder is a transformer over the patches of a tile. A projection converts its output to rows with the hidden
 size of the language model.
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.media import SoundProcessing
+from trioserve.model.loading.encoder_part import read_audio_flamingo, read_qwen2_audio, read_voxtral
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.names import TensorPlace
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
@@ -28,10 +30,11 @@ from trioserve.model.vision.pixtral import read_lighton, read_mistral3
 from trioserve.model.vision.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_5, read_qwen3_vl
 from trioserve.vision.families.registry import ImageProcessing
 
-__all__ = ["IMAGE_FAMILIES", "VisionPart"]
+__all__ = ["MEDIA_FAMILIES", "VisionPart"]
 
-_Read: TypeAlias = Callable[[Path, Fields, ModelConfig], tuple[VisionConfig, ImageProcessing]]
-IMAGE_FAMILIES: dict[str, _Read] = {
+_Read: TypeAlias = Callable[[Path, Fields, ModelConfig], tuple[VisionConfig, ImageProcessing | SoundProcessing]]
+MEDIA_FAMILIES: dict[str, _Read] = {
+    "AudioFlamingo3ForConditionalGeneration": read_audio_flamingo,
     "AyaVisionForConditionalGeneration": read_aya,
     "Cohere2VisionForConditionalGeneration": read_cohere2,
     "Gemma3ForConditionalGeneration": read_gemma3,
@@ -49,6 +52,7 @@ IMAGE_FAMILIES: dict[str, _Read] = {
     "LlavaOnevisionForConditionalGeneration": read_onevision,
     "Mistral3ForConditionalGeneration": read_mistral3,
     "PaddleOCRVLForConditionalGeneration": read_paddleocr,
+    "Qwen2AudioForConditionalGeneration": read_qwen2_audio,
     "Qwen2VLForConditionalGeneration": read_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
@@ -56,8 +60,9 @@ IMAGE_FAMILIES: dict[str, _Read] = {
     "Qwen3_5MoeForConditionalGeneration": read_qwen3_5,
     "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl,
     "SmolVLMForConditionalGeneration": read_idefics3,
+    "VoxtralForConditionalGeneration": read_voxtral,
 }
-"""Classes in config.json whose image part is supported. Of other classes only the text part is served."""
+"""Classes in config.json whose image or sound part is supported. Of other classes only the text part is served."""
 
 # Prefixes of names in files, in the versions of transformers.
 _ROOTS = ("model.", "")
@@ -65,12 +70,12 @@ _TOWERS = ("vision_model.", "vision_tower.vision_model.", "vision_tower.", "visu
 
 
 class VisionPart:
-    """Opened image encoder of a checkpoint. Opening reads only small files.
+    """Opened encoder of a checkpoint's images or sounds. Opening reads only small files.
 
     Args:
         directory: checkpoint directory.
         config: content of config.json.
-        name: class of the model, a key of IMAGE_FAMILIES.
+        name: class of the model, a key of MEDIA_FAMILIES.
         texts: config of the language model.
         stored: every tensor of the checkpoint, by its name in the files. None: the weights are not on this machine.
 
@@ -87,10 +92,15 @@ class VisionPart:
         texts: ModelConfig,
         stored: Mapping[str, FileTensor] | None,
     ) -> None:
-        self.config, self.processing = IMAGE_FAMILIES[name](directory, Fields(config, "config.json"), texts)
-        if self.processing.image_token_id >= texts.vocab_size:
+        self.config, self.processing = MEDIA_FAMILIES[name](directory, Fields(config, "config.json"), texts)
+        processing, kind = self.processing, "image"
+        if isinstance(processing, SoundProcessing):
+            token_id, kind = processing.audio_token_id, "audio"
+        else:
+            token_id = processing.image_token_id
+        if not 0 <= token_id < texts.vocab_size:
             raise ModelLoadError(
-                f"image_token_id in config.json is {self.processing.image_token_id}, but the vocabulary has "
+                f"{kind}_token_id in config.json is {token_id}, but the vocabulary has "
                 f"{texts.vocab_size} tokens: the checkpoint's config is damaged"
             )
         self._stored: dict[str, FileTensor] = {}
@@ -130,7 +140,7 @@ def _placed(stored: Mapping[str, FileTensor], config: VisionConfig) -> dict[str,
 
 def _check_layers(stored: Mapping[str, FileTensor], config: VisionConfig) -> None:
     """Raise ModelLoadError if the files have more layers than the config. All other unused tensors are ignored."""
-    layers = "vision_model.encoder.layers."
+    layers = config.layers_prefix
     known = {theirs for name in config.shapes() if name.startswith(layers) for theirs in _file_names(name, config)}
     prefixes = tuple(_file_names(layers, config))
     ignored = tuple(f"{prefix}{layer}." for prefix in prefixes for layer in config.layers_ignored)

@@ -7,7 +7,8 @@ result depend only on the tile's pixels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.contracts.media import ImagePlan
+from trioserve.contracts.media import ImagePlan, SoundPlan, SoundProcessing
 from trioserve.model.layer_config import Activation
 from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.torch_step.formats import TORCH_DTYPES, TensorSlot
@@ -38,13 +39,18 @@ class VisionTower:
 
     Args:
         config: description of the encoder.
-        processing: preparation of images.
+        processing: preparation of images, or of sounds for SoundTower.
         dtype: number format of weights and computation.
         device: device of the weights.
     """
 
     def __init__(
-        self, config: VisionConfig, processing: FamilyProcessing, *, dtype: Dtype, device: torch.device
+        self,
+        config: VisionConfig,
+        processing: FamilyProcessing | SoundProcessing,
+        *,
+        dtype: Dtype,
+        device: torch.device,
     ) -> None:
         self.processing = processing
         self.dtype: Dtype = dtype
@@ -53,7 +59,7 @@ class VisionTower:
         self._shapes = config.shapes()
         self._plain: dict[str, Tensor] = {}
         self._linears: list[Linear] = []
-        self._pixels = _pixel_table(processing)
+        self._pixels = _pixel_table(processing) if isinstance(processing, FamilyProcessing) else None
 
     def plain(self, name: str) -> Tensor:
         """Register a weight that is not the matrix of a linear layer.
@@ -107,7 +113,7 @@ class VisionTower:
         for linear in self._linears:
             yield from linear.slots()
 
-    def begin(self, tiles: npt.NDArray[np.uint8], plan: ImagePlan) -> ImagePass:
+    def begin(self, tiles: Any, plan: Any) -> ImagePass:
         """Start the encoding of one image.
 
         Args:
@@ -125,10 +131,11 @@ class VisionTower:
         Returns:
             float32 [3, tile_height, tile_width].
         """
+        assert self._pixels is not None, "a sound has no pixels"
         colours = [self._pixels[colour][tile[:, :, colour]] for colour in range(3)]
         return np.stack(colours)
 
-    def encode(self, tile: npt.NDArray[np.uint8]) -> Generator[None, None, Tensor]:
+    def encode(self, tile: Any) -> Generator[None, None, Tensor]:
         """Encode one tile. Yields between two layers.
 
         Args:
@@ -139,7 +146,7 @@ class VisionTower:
         """
         raise NotImplementedError
 
-    def joined(self, rows: Sequence[Tensor], plan: ImagePlan) -> Tensor:
+    def joined(self, rows: Sequence[Tensor], plan: Any) -> Tensor:
         """Return the rows of an image in the order of the prompt.
 
         Args:
@@ -229,18 +236,19 @@ class _Layer:
 
 
 class ImagePass:
-    """Encodes one image. Call `advance` until it returns True, then read `rows`. Only one thread at a time may use it.
+    """Encodes one image or sound. Call `advance` until it returns True, then read `rows`. Only one thread at a time
+    may use it.
 
     Args:
         tower: encoder.
-        tiles: uint8 [tile_count, tile_height, tile_width, 3].
-        plan: plan of the image.
+        tiles: the tiles or windows, which `tower.encode` encodes one by one.
+        plan: plan of the image or sound.
 
     Attributes:
         rows: float32 [plan.row_count, embedding_size], complete after the last advance.
     """
 
-    def __init__(self, tower: VisionTower, tiles: npt.NDArray[np.uint8], plan: ImagePlan) -> None:
+    def __init__(self, tower: VisionTower, tiles: Iterable[Any], plan: ImagePlan | SoundPlan) -> None:
         self._tower = tower
         self._tiles = tiles
         self._plan = plan
@@ -249,7 +257,7 @@ class ImagePass:
 
     @torch.inference_mode()
     def advance(self) -> bool:
-        """Compute one layer of one tile. Return True if the image is complete."""
+        """Compute one layer of one tile or window. Return True if the image or sound is complete."""
         return next(self._parts, True)
 
     def _compute(self) -> Iterator[bool]:
@@ -261,7 +269,7 @@ class ImagePass:
         assert joined.shape == (self._plan.row_count, self._tower.processing.embedding_size), joined.shape
         self.rows = joined.numpy()
 
-    def _unfinished(self, tile: npt.NDArray[np.uint8]) -> Generator[bool, None, Tensor]:
+    def _unfinished(self, tile: Any) -> Generator[bool, None, Tensor]:
         encoding = self._tower.encode(tile)
         while True:
             try:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.contracts.media import ImagePlan
+from trioserve.model.loading.encoder_part import SoundConfig
+from trioserve.model.row_encoder import SoundTower
 from trioserve.model.vision.cohere import CohereVisionConfig
 from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.gemma3 import Gemma3Config
@@ -333,4 +335,5 @@ _TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
     LlavaConfig: LlavaTower,
     PaddleConfig: PaddleTower,
     PixtralConfig: PixtralTower,
+    SoundConfig: SoundTower,
 }

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import trio
 
 from trioserve.contracts.errors import AdapterRefused, UnknownModel
-from trioserve.contracts.media import GivenRows, ImageLimits
+from trioserve.contracts.media import GivenRows, ImageLimits, ImagePlan
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.weights import AdapterRef
 from trioserve.engine.request_stream import RequestStream
@@ -82,10 +82,11 @@ def image_tokenizer() -> Tokenizer:
 def _encoded(prompt: tuple[int, ...], pictures: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[GivenRows, ...]]:
     reader = ImageReader(FAKE_IMAGES, ImageLimits())
     images = reader.read([ImageSource(f"picture {number}", _image(number)) for number in pictures])
-    text = reader.expand_images(FAKE_IMAGES.sign * len(images) + _text(prompt), images)
+    text = reader.expand(FAKE_IMAGES.sign * len(images) + _text(prompt), images)
     token_ids = image_tokenizer().encode(text, add_special_tokens=False)
     given = []
-    for one in reader.locate_images(token_ids, images):
+    for one in reader.locate(token_ids, images):
+        assert isinstance(one.image.plan, ImagePlan), "only images are sent"
         tiles = tiles_of(one.image.content, FAKE_IMAGES, one.image.plan, one.image.place)
         given += [GivenRows(start, count, b"", rows_of(tiles, tile)) for tile, (start, count) in enumerate(one.runs)]
     return tuple(token_ids), tuple(given)
