@@ -13,7 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.assemble_model import LoadProgress
 from trioserve.commands.child_processes import ParentProcess, child_sockets, relay_progress
-from trioserve.commands.hosting import STOP_SECONDS_MAX, ModelProcesses, hosted_models
+from trioserve.commands.hosting import STOP_SECONDS_MAX, Hosting, ModelProcesses, hosted_models
 from trioserve.config import Config, add_arguments, config_from, make_config
 from trioserve.contracts.errors import EngineFault, StartupError
 from trioserve.model.settings import lora_modules
@@ -93,6 +93,21 @@ def test_models_of_a_directory_have_the_names_of_their_files(tmp_path: Path):
         make_config(models_dir=str(tmp_path / "two")).hosted_models()
 
 
+def test_model_of_a_directory_that_cannot_be_read_is_left_out_and_a_named_one_is_refused(tmp_path: Path, caplog):
+    def no_serving(*_: object) -> None:
+        raise AssertionError("no model is loaded")
+
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "config.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"no model of --models-dir can be read: .*no weights"):
+        Hosting(make_config(models_dir=str(tmp_path)), no_serving)
+    made = make_config(models_dir=str(tmp_path), host_model=("good=/good,memory=1",))
+    assert Hosting(made, no_serving).what == "1 models on demand"
+    assert "model left out model=part reason=" in caplog.text
+    with pytest.raises(StartupError, match='"named" cannot be read'):
+        Hosting(make_config(host_model=(f"named={tmp_path / 'part'}",)), no_serving)
+
+
 @pytest.mark.parametrize(
     ("texts", "sentence"),
     [
@@ -100,8 +115,15 @@ def test_models_of_a_directory_have_the_names_of_their_files(tmp_path: Path):
         (("a=/x", "b=/y,aliases=a"), 'two hosted models with the name "a"'),
         (("a=/x,lora_modules=b=/l", "b=/y"), 'two hosted models with the name "b"'),
         (("a=/x,lora_modules=fr",), "--lora-modules 'fr' has no name and path"),
-        (("a=/x,keep_alive=soon",), 'the hosted model "a" has a wrong option'),
-        (("a=/x,port=1",), 'the hosted model "a" has the option port, which is no engine option'),
+        (
+            ("a=/x,keep_alive=soon",),
+            "keep_alive of the hosted model \"a\" is 'soon', allowed is a number of at",
+        ),
+        (("a=/x,pinned=1",), 'pinned of the hosted model "a" is 1, allowed is true or false'),
+        (("a=/x,priority=200",), "is 200, allowed is a whole number of at least -100 and up to 100"),
+        (("a=/x,max_model_length=8",), "has the option max_model_length, .*: did you mean max_model_len?"),
+        (("a=/x,pined=true",), "has the option pined, .*: did you mean pinned?"),
+        (("a=/x,port=1",), 'the hosted model "a" has the option port, which neither .*: it may have aliases, '),
         (("a=/x,threads=none",), "threads of the hosted model \"a\" is 'none', allowed is a whole number"),
     ],
 )

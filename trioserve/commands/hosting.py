@@ -34,12 +34,14 @@ from trioserve.commands.child_processes import (
 from trioserve.commands.program_end import STANDBY_COMMAND
 from trioserve.commands.serving import optional_path
 from trioserve.config import Config, add_arguments, config_from
+from trioserve.contracts.arguments import closest_name
 from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.model.settings import lora_modules
 from trioserve.options.engine import EngineOptions, ImageOptions
-from trioserve.options.hosting import KV_CACHE_GIB, HostedModelOptions
+from trioserve.options.hosting import KV_CACHE_GIB, OWN_OPTIONS, HostedModelOptions
 from trioserve.options.option import ENVIRONMENT_PREFIX, checked, options_of
 from trioserve.proxy.fleet import EndpointSpec
+from trioserve.router.hosted_models import ModelSpec
 from trioserve.router.settings import HostedModelsSettings
 from trioserve.store.store import Store, open_store
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
@@ -84,7 +86,12 @@ def hosted_models(config: Config) -> list[HostedModelOptions]:
     for model in models:
         for key in model.engine:
             if key not in known or key in NOT_OF_ENGINES:
-                raise StartupError(f'the hosted model "{model.name}" has the option {key}, which is no engine option')
+                closest = closest_name(key, (known.keys() - NOT_OF_ENGINES) | OWN_OPTIONS.keys())
+                hint = f"did you mean {closest}?" if closest else f"it may have {', '.join(OWN_OPTIONS)}"
+                raise StartupError(
+                    f'the hosted model "{model.name}" has the option {key}, which neither a model nor its engine has: '
+                    f"{hint}"
+                )
         spelled = {key: (f'{key} of the hosted model "{model.name}"', value) for key, value in model.engine.items()}
         checked(Config, {"model": ("the path", model.path), **spelled}, strict=False)
     return models
@@ -106,7 +113,9 @@ class Hosting:
         self._serve_model = serve_model
         self._models = hosted_models(config)
         common = _common_options(config)
-        self._specs = [model_spec(model, common, keep_alive=config.model_keep_alive) for model in self._models]
+        self._specs = _readable(self._models, common, config.model_keep_alive)
+        names = {spec.name for spec in self._specs}
+        self._models = [model for model in self._models if model.name in names]
         self._memory_bytes = memory_budget(config.models_memory)
         self._processes = ModelProcesses(config, self._models)
 
@@ -161,6 +170,29 @@ class Hosting:
             if model.preload:
                 runs.load(model.name)
         return runs
+
+
+def _readable(
+    models: Sequence[HostedModelOptions], common: Mapping[str, Any], keep_alive: float | None
+) -> list[ModelSpec]:
+    """Describe the models, without those of a directory that cannot be read.
+
+    Raises:
+        StartupError: a model that the user named cannot be read, or no model can be read.
+    """
+    specs = []
+    for model in models:
+        try:
+            specs.append(model_spec(model, common, keep_alive=keep_alive))
+        except StartupError as error:
+            # A download that was interrupted, or a file of another program, must not stop the other models.
+            if not model.is_found:
+                raise
+            failure = str(error)
+            logger.warning("model left out model=%s reason=%s", model.name, failure)
+    if not specs:
+        raise StartupError(f"no model of --models-dir can be read: {failure}")
+    return specs
 
 
 def _common_options(config: Config) -> dict[str, Any]:

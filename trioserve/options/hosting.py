@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ from msgspec import Meta
 
 from trioserve.contracts.errors import StartupError
 from trioserve.model.settings import lora_modules
-from trioserve.options.option import about
+from trioserve.options.option import Option, about
 from trioserve.router.settings import HostedModelsSettings
 
 __all__ = [
     "GIB",
     "KV_CACHE_GIB",
     "MEMORY_SHARE",
+    "OWN_OPTIONS",
     "HostedModelOptions",
     "HostingOptions",
     "hosted_model_text",
@@ -48,6 +50,7 @@ class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         priority: a model with a lower number is loaded earlier, and gives way later.
         group: at most one model of a group is loaded. None: the model has no group.
         engine: options of its engine, by name.
+        is_found: True if it was found in a directory. It is left out if it cannot be read.
     """
 
     name: str
@@ -60,6 +63,7 @@ class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     group: str | None = None
     engine: dict[str, Any] = {}
+    is_found: bool = False
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -90,19 +94,25 @@ class HostedModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             )
         if isinstance(values.get("aliases"), str):
             values["aliases"] = [values["aliases"]]
-        own = {key: value for key, value in values.items() if key in OWN_OPTIONS}
+        own = {
+            key: Option(key, OWN_OPTIONS[key], None).convert(f'{key} of the hosted model "{name}"', value, strict=True)
+            for key, value in values.items()
+            if key in OWN_OPTIONS
+        }
         engine = {key: value for key, value in values.items() if key not in OWN_OPTIONS}
         if "lora_modules" in engine:
             modules = engine["lora_modules"]
             modules = modules if isinstance(modules, list | tuple) else [modules]
             engine["lora_modules"] = [each if isinstance(each, str) else json.dumps(each) for each in modules]
-        try:
-            return msgspec.convert({"name": name, "path": path, **own, "engine": engine}, cls)
-        except msgspec.ValidationError as error:
-            raise StartupError(f'the hosted model "{name}" has a wrong option: {error}') from None
+        return cls(name=name, path=path, **own, engine=engine)
 
 
-OWN_OPTIONS = frozenset(HostedModelOptions.__struct_fields__) - {"name", "path", "engine"}
+OWN_OPTIONS = {
+    name: hint
+    for name, hint in typing.get_type_hints(HostedModelOptions, include_extras=True).items()
+    if name not in ("name", "path", "engine", "is_found")
+}
+"""Types of the options of a model that are not options of its engine, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +213,9 @@ def _found_in(directory: Path) -> list[HostedModelOptions]:
     found = []
     for entry in entries:
         if entry.suffix == ".gguf" and entry.is_file():
-            found.append(HostedModelOptions(name=entry.stem, path=str(entry)))
+            found.append(HostedModelOptions(name=entry.stem, path=str(entry), is_found=True))
         elif (entry / "config.json").is_file() or (entry / "model_index.json").is_file():
-            found.append(HostedModelOptions(name=entry.name, path=str(entry)))
+            found.append(HostedModelOptions(name=entry.name, path=str(entry), is_found=True))
     if not found:
         raise StartupError(
             f"--models-dir {directory} has no models: put .gguf files into it, or directories with a config.json"
