@@ -239,6 +239,33 @@ async def test_load_is_cancelled_when_the_last_waiting_client_leaves(autojump_cl
         await models.router.assert_all_free()
 
 
+async def test_load_that_an_unload_cancels_is_refused_and_unload_reports_a_model_that_a_request_keeps(autojump_clock):
+    async with open_models(spec("a")) as models:
+        client = models.router.client
+        answers: dict[str, tuple[int, Any]] = {}
+
+        async def post(path: str) -> None:
+            response = await client().post(path, {"model": "a"})
+            answers[path] = await response.head(), await response.json()
+
+        for has_request, load, unload in ((False, 400, True), (True, 200, False)):
+            models.loading["a"] = trio.Event()
+            async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
+                nursery.start_soon(post, "/models/load")
+                if has_request:
+                    await stack.enter_async_context(client().ask(PATH, body("a")))
+                await wait_all_tasks_blocked()
+                assert models.state("a") == "loading"
+                nursery.start_soon(post, "/models/unload")
+                await wait_all_tasks_blocked()
+                models.loading["a"].set()
+            assert (answers["/models/load"][0], answers["/models/unload"][1]["success"]) == (load, unload)
+            if not has_request:
+                message = "the model a is unloaded, because it was unloaded meanwhile: no request waits for it any more"
+                assert answers["/models/load"][1]["error"]["message"] == message
+        await models.router.assert_all_free()
+
+
 async def test_stream_that_waits_for_its_model_begins_early_with_the_progress_of_the_load(autojump_clock):
     async with open_models(spec("a")) as models:
         models.loading["a"] = trio.Event()

@@ -136,7 +136,7 @@ class ModelChanged(Response):
     """Result of a load or unload.
 
     Attributes:
-        success: True.
+        success: True if the model has the wanted state. False if it was loaded again, or still, for a waiting request.
         status: state of the model.
     """
 
@@ -172,13 +172,18 @@ async def load_model(context: RouterContext) -> None:
         context: Request of the router's API.
 
     Raises:
-        InvalidRequest: The model is not loaded on demand, does not fit into the memory, or its load failed.
+        InvalidRequest: The model is not loaded on demand, does not fit into the memory, or its load failed or was
+            cancelled by an unload.
     """
     models, name = hosted_model(context, decode_body(await context.exchange.body(), NamedModel).model)
     models.load(name)
     status = await models.wait_until_settled(name)
     if status.failure is not None:
         raise InvalidRequest(f"the model {name} could not be loaded: {status.failure}", param="model")
+    if status.state != "loaded":
+        raise InvalidRequest(
+            f"the model {name} is {status.state}, because it was unloaded meanwhile: {status.reason}", param="model"
+        )
     await context.respond_json(ModelChanged(success=True, status=_status(status)))
 
 
@@ -194,7 +199,7 @@ async def unload_model(context: RouterContext) -> None:
     models, name = hosted_model(context, decode_body(await context.exchange.body(), NamedModel).model)
     models.unload(name)
     status = await models.wait_until_settled(name)
-    await context.respond_json(ModelChanged(success=True, status=_status(status)))
+    await context.respond_json(ModelChanged(success=status.state == "unloaded", status=_status(status)))
 
 
 async def sleep_model(context: RouterContext) -> None:
