@@ -35,7 +35,19 @@ from trioserve.vision.families.qwen_vl import QwenVLProcessing
 pytestmark = pytest.mark.slow
 
 LOGPROB_TOLERANCE = 1e-3
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "paddleocr_vl")
+WITHOUT_GRID = ("exaone4_5", "hyperclovax_vision_v2")
+KINDS = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "glm4v",
+    "glm4v_moe",
+    "glm46v",
+    "glm_ocr",
+    "paddleocr_vl",
+    *WITHOUT_GRID,
+)
 
 
 def image_file(width: int, height: int, seed: int = 0) -> bytes:
@@ -78,11 +90,10 @@ class Expected:
                 tiny.image_token(kind) * count + rest for count, rest in zip(counts, others, strict=True)
             )
         ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-        self.inputs = {
-            **images,
-            "input_ids": ids,
-            "mm_token_type_ids": (ids == tokenizer.convert_tokens_to_ids(tiny.image_token(kind))).int(),
-        }
+        self.inputs = {**images, "input_ids": ids}
+        if kind not in WITHOUT_GRID:
+            image_token_id = tokenizer.convert_tokens_to_ids(tiny.image_token(kind))
+            self.inputs["mm_token_type_ids"] = (ids == image_token_id).int()
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         )
@@ -96,8 +107,8 @@ class Expected:
         more = torch.tensor([output], dtype=torch.long)
         given = {**self.inputs, "input_ids": torch.cat((self.inputs["input_ids"], more), 1)}
         given["attention_mask"] = torch.ones_like(given["input_ids"])
-        kinds = self.inputs["mm_token_type_ids"]
-        given["mm_token_type_ids"] = torch.cat((kinds, torch.zeros_like(more, dtype=kinds.dtype)), 1)
+        if (kinds := given.get("mm_token_type_ids")) is not None:
+            given["mm_token_type_ids"] = torch.cat((kinds, torch.zeros_like(more, dtype=kinds.dtype)), 1)
         with torch.no_grad():
             return self.model(**given, use_cache=False).logits[0].log_softmax(-1)
 
@@ -220,8 +231,8 @@ def test_pixels_and_token_counts_equal_those_of_transformers(
                 continue
             plan = vision.processing.plan(width, height)
             assert plan.row_count * 4 == patch_count, (width, height)
-            assert plan.grid is not None
-            assert math.prod(plan.grid) == plan.row_count
+            assert plan.grid is not None or kind in WITHOUT_GRID
+            assert plan.grid is None or math.prod(plan.grid) == plan.row_count
     for width, height in ((100, 37), (3, 90), (240, 240)):
         file = image_file(width, height)
         tiles = vision.processing.tiles(Image.open(io.BytesIO(file)), vision.processing.plan(width, height))
@@ -275,6 +286,16 @@ def test_config_without_text_config_describes_the_same_model(
     assert found.vision.config == expected.vision.config
 
 
+def test_old_name_of_a_language_model_is_known(qwen_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(qwen_checkpoint("exaone4_5"), copy)
+    expected = open_checkpoint(copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["text_config"]["model_type"] = "exaone4_5_text"
+    (copy / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(copy).config == expected.config
+
+
 @pytest.mark.parametrize(
     "kind, group, name, value, message",
     [
@@ -284,6 +305,9 @@ def test_config_without_text_config_describes_the_same_model(
         ("glm4v", "vision_config", "hidden_act", "relu", "it must be gelu or"),
         ("glm4v", "vision_config", "rms_norm_eps", 0.0, "it must be a small number"),
         ("glm_ocr", "vision_config", "rope_parameters", {"rope_type": "yarn"}, "it must be axial"),
+        ("exaone4_5", "vision_config", "num_key_value_heads", 3, "no multiple of num_key_value_heads 3"),
+        ("exaone4_5", "vision_config", "num_key_value_heads", 8, "allowed is 1 to 4"),
+        ("hyperclovax_vision_v2", "vision_config", "out_hidden_size", 0, "allowed is 1 to"),
         ("paddleocr_vl", "vision_config", "num_channels", 4, "it must be 3"),
         ("paddleocr_vl", "vision_config", "image_size", 0, "allowed is 1 to 4096"),
         ("paddleocr_vl", "vision_config", "layer_norm_eps", 0.0, "it must be a small number"),

@@ -22,6 +22,7 @@ SPECIAL = (
     "<|video_pad|>",
     "<|image|>",
     "<|IMAGE_PLACEHOLDER|>",
+    "<|IMAGE_PAD|>",
 )
 END_TOKEN_ID = SPECIAL.index("<|im_end|>")
 PIXELS_MIN, PIXELS_MAX = 64, 6_000
@@ -48,18 +49,23 @@ _TEXTS: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _EYES: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_WINDOWS: dict[str, Any] = {
+    **_EYES,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "window_size": 24,
+    "fullatt_block_indexes": [1],
+}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # Windows of 3 x 3 rows, so that most images have windows of four sizes.
-    "qwen2_5_vl": (
-        {},
-        {
-            **_EYES,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "window_size": 24,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": 64,
-        },
+    "qwen2_5_vl": ({}, {**_WINDOWS, "out_hidden_size": 64}),
+    "exaone4_5": (
+        {"model_type": "exaone4", "sliding_window": 20, "rope_parameters": {"rope_theta": 10_000.0}},
+        {**_WINDOWS, "out_hidden_size": 64, "num_heads": 4, "num_key_value_heads": 2},
+    ),
+    "hyperclovax_vision_v2": (
+        {"model_type": "hyperclovax", "logits_scaling": 0.5, "rope_parameters": {"rope_theta": 10_000.0}},
+        {**_WINDOWS, "model_type": "qwen2_5_vl_vision", "out_hidden_size": 40},
     ),
     "qwen2_vl": ({}, {**_EYES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
     "glm4v": (
@@ -174,7 +180,7 @@ def write_checkpoint(directory: Path, kind: str, *, dtype: str = "float32") -> N
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Weights of the image part are large, so that a forgotten image shows up.
-            parameter.normal_(0.0, 0.3 if "visual" in name else 0.1, generator=generator)
+            parameter.normal_(0.0, 0.3 if "visual" in name or "vision_model" in name else 0.1, generator=generator)
             if "norm" in name or "ln_q" in name:
                 parameter.add_(1.0)
     model.to(getattr(torch, dtype))
@@ -188,8 +194,9 @@ def write_checkpoint(directory: Path, kind: str, *, dtype: str = "float32") -> N
 
 def image_token(kind: str) -> str:
     """Return the token of an image's rows. kind: a key of KINDS."""
-    if kind == "paddleocr_vl":
-        return "<|IMAGE_PLACEHOLDER|>"
+    others = {"paddleocr_vl": "<|IMAGE_PLACEHOLDER|>", "hyperclovax_vision_v2": "<|IMAGE_PAD|>"}
+    if kind in others:
+        return others[kind]
     return "<|image|>" if kind.startswith("glm") else "<|image_pad|>"
 
 

@@ -262,6 +262,7 @@ LANGUAGE_PARTS: dict[str, LanguagePart] = {
             "Exaone4_5_": "exaone4",
             "GlmAsr": "llama",
             "GraniteSpeech": "granite",
+            "HyperCLOVAXVisionV2": "hyperclovax",
             "InternS1": "qwen3",
             "InternVL": "qwen2",
             "KimiK25": "deepseek_v3",

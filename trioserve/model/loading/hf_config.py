@@ -31,6 +31,8 @@ JSON_BYTES_MAX = 64 * 2**20  # The index of the largest known checkpoint has 15 
 # Limit of commas and opening brackets. It limits the number of values, of which each needs about 100 bytes. The index
 # of the largest known checkpoint has 150,000 values.
 JSON_MARKS_MAX = 2**20
+# Types of language models in the first files of a family, by their present names.
+_OLD_TYPES = {"exaone4_5_text": "exaone4"}
 
 
 def read_json_object(path: Path) -> dict[str, object]:
@@ -202,6 +204,7 @@ def _family(fields: Fields) -> tuple[Family, str | None]:
         part = fields.group_or_none(wrapper.field) or Fields({}, wrapper.field)
         classes = part.strings_or("architectures", None)
         model_type = part.text_or("model_type", None)
+        model_type = _OLD_TYPES.get(model_type or "", model_type)
         if classes and (model_type is None or not is_model_type(model_type)):
             return family_of_class(classes[0]), wrapper.field
         return family_of_model_type(model_type or wrapper.model_type), wrapper.field

@@ -61,6 +61,8 @@ FurtherTensor: TypeAlias = FileTensor | QuantizedMatrix | Mxfp4Matrix
 # Prefixes of the language model's tensors in models that read images, in transformers 4 and 5. The second name is the
 # prefix of the same tensors in a model that reads only texts.
 _TEXT_PREFIXES = (
+    ("model.language_model.lm_head.", "lm_head."),  # HyperCLOVA X
+    ("model.language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
     ("thinker.model.", "model."),

@@ -27,7 +27,14 @@ from trioserve.model.vision.internvl import read_internvl
 from trioserve.model.vision.llava import read_llava, read_next, read_onevision
 from trioserve.model.vision.paddleocr import read_paddleocr
 from trioserve.model.vision.pixtral import read_lighton, read_mistral3
-from trioserve.model.vision.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_5, read_qwen3_vl
+from trioserve.model.vision.qwen_vl import (
+    read_exaone,
+    read_hyperclova,
+    read_qwen2_5_vl,
+    read_qwen2_vl,
+    read_qwen3_5,
+    read_qwen3_vl,
+)
 from trioserve.vision.families.registry import ImageProcessing
 
 __all__ = ["MEDIA_FAMILIES", "VisionPart"]
@@ -37,11 +44,14 @@ MEDIA_FAMILIES: dict[str, _Read] = {
     "AudioFlamingo3ForConditionalGeneration": read_audio_flamingo,
     "AyaVisionForConditionalGeneration": read_aya,
     "Cohere2VisionForConditionalGeneration": read_cohere2,
+    "Exaone4_5_ForConditionalGeneration": read_exaone,
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Glm46VForConditionalGeneration": read_glm4v,
     "Glm4vForConditionalGeneration": read_glm4v,
     "Glm4vMoeForConditionalGeneration": read_glm4v,
     "GlmOcrForConditionalGeneration": read_glm_ocr,
+    "HCXVisionV2ForCausalLM": read_hyperclova,
+    "HyperCLOVAXVisionV2ForConditionalGeneration": read_hyperclova,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "InternVLForConditionalGeneration": read_internvl,
     "LightOnOCRForConditionalGeneration": read_lighton,

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from trioserve.model.torch_step.layers import Linear
 from trioserve.model.vision.family import VitActivation
-from trioserve.model.vision.qwen_vl import NORM_EPS, GridConfig, QwenVLConfig
+from trioserve.model.vision.qwen_vl import NORM_EPS, GridConfig, HyperClovaConfig, QwenVLConfig
 from trioserve.model.vision.tower import ACTIVATIONS, VisionTower
 from trioserve.vision.families.family import FamilyProcessing
 
@@ -124,6 +124,7 @@ class QwenTower(GridTower):
             self._positions = self.plain("visual.pos_embed.weight")
         self._layers = [self._layer(f"visual.blocks.{index}", index) for index in range(config.layer_count)]
         self._mergers = [_Merger(self, config, name) for name in config.mergers]
+        self._projection = self.linear("projector") if isinstance(config, HyperClovaConfig) else None
 
     def norm(self, name: str) -> Callable[[Tensor], Tensor]:
         """Register a norm of the family's kind.
@@ -140,6 +141,7 @@ class QwenTower(GridTower):
             [self.norm(f"{name}.norm{number}") for number in (1, 2)],
             [self.linear(f"{name}.{part}") for part in ("attn.qkv", "attn.proj", *config.mlp_names)],
             config.activation,
+            kv_head_count=config.kv_head_count,
             has_windows=config.window_size is not None and index not in config.whole_layers,
         )
 
@@ -155,7 +157,8 @@ class QwenTower(GridTower):
             if index in self._config.deep_layers:
                 deep.append(others[len(deep)](hidden))
             yield
-        return torch.cat((last(hidden), *deep), dim=1)
+        rows = torch.cat((last(hidden), *deep), dim=1)
+        return rows if self._projection is None else self._projection(rows)
 
     def _interpolated(self, table: Tensor, tile: npt.NDArray[np.uint8], places: GridPlaces) -> Tensor:
         """Return the learned position of each patch, interpolated between the four nearest ones of the table."""
@@ -184,6 +187,7 @@ class GridLayer:
         linears: queries, keys and values in one; output of the attention; gate of the MLP if it has one; its inner and
             its outer projection.
         activation: activation of the MLP.
+        kv_head_count: heads of keys and values. None: head_count.
         has_windows: True if patches attend only to the patches of the same window.
         qk_norms: norms of the heads of queries and of keys. Empty: there are none.
     """
@@ -195,10 +199,12 @@ class GridLayer:
         linears: Sequence[Linear],
         activation: VitActivation,
         *,
+        kv_head_count: int | None = None,
         has_windows: bool = False,
         qk_norms: Sequence[Callable[[Tensor], Tensor]] = (),
     ) -> None:
         self._head_count = head_count
+        self._kv_head_count = kv_head_count or head_count
         self._norms = norms
         self._qkv, self._output, *self._inner, self._down = linears
         self._activate = ACTIVATIONS[activation]
@@ -206,14 +212,14 @@ class GridLayer:
         self._qk_norms = qk_norms
 
     def __call__(self, hidden: Tensor, places: GridPlaces) -> Tensor:
-        qkv = self._qkv(self._norms[0](hidden)).view(len(hidden), 3, self._head_count, -1)
-        heads = [qkv[:, part] for part in (0, 1)]
+        qkv = self._qkv(self._norms[0](hidden)).view(len(hidden), self._head_count + 2 * self._kv_head_count, -1)
+        counts = [self._head_count, self._kv_head_count, self._kv_head_count]
+        *heads, values = torch.split(qkv, counts, dim=1)
         if self._qk_norms:
             heads = [norm(part) for norm, part in zip(self._qk_norms, heads, strict=True)]
         queries, keys = (_rotated(part, places) for part in heads)
-        values = qkv[:, 2]
         if self._has_windows:
-            attended = torch.empty_like(values)
+            attended = torch.empty_like(queries)
             for patches in places.windows:
                 attended[patches] = _attended(*(heads[patches] for heads in (queries, keys, values)))
         else:
@@ -244,7 +250,7 @@ class _Merger:
 def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attend to all patches of the same window. Each tensor is [windows, patches, heads, head_dim]."""
     attended = functional.scaled_dot_product_attention(
-        queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), enable_gqa=keys.shape != queries.shape
     )
     return attended.transpose(1, 2)
 

@@ -1,11 +1,11 @@
 """The image encoders of Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923), Qwen3-VL (arXiv 2511.21631)
-and Qwen3.5."""
+and Qwen3.5. EXAONE 4.5 and HyperCLOVA X SEED Think 32B have that of Qwen2.5-VL."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
@@ -25,13 +25,16 @@ from trioserve.model.vision.family import (
     processor_fields,
     vision_fields,
 )
-from trioserve.vision.families.qwen_vl import QwenVLProcessing
+from trioserve.vision.families.qwen_vl import ExaoneProcessing, HyperClovaProcessing, QwenVLProcessing
 
 __all__ = [
     "GridConfig",
+    "HyperClovaConfig",
     "QwenVLConfig",
     "grid_fields",
     "grid_processing",
+    "read_exaone",
+    "read_hyperclova",
     "read_qwen2_5_vl",
     "read_qwen2_vl",
     "read_qwen3_5",
@@ -100,13 +103,26 @@ class QwenVLConfig(GridConfig, frozen=True, kw_only=True, tag="qwen_vl"):
             is like qwen2_vl, and adds learned positions to patches.
         deep_layers: layers whose outputs are added to the first layers of the language model (DeepStack, arXiv
             2406.04334).
+        kv_head_count: heads of keys and values. None: head_count.
+        merger_size: numbers that a merger computes for a row. None: output_size.
     """
 
     kind: Kind
     deep_layers: tuple[int, ...] = ()
+    kv_head_count: int | None = None
+    merger_size: int | None = None
 
     def __post_init__(self) -> None:
         GridConfig.__post_init__(self)
+        if self.kv_head_count is not None:
+            check_range("vision_config", "num_key_value_heads", self.kv_head_count, self.head_count)
+            if self.head_count % self.kv_head_count:
+                raise ModelLoadError(
+                    f"the vision_config has {self.head_count} heads, which is no multiple of num_key_value_heads "
+                    f"{self.kv_head_count}: the checkpoint's config is damaged"
+                )
+        if self.merger_size is not None:
+            check_range("vision_config", "out_hidden_size", self.merger_size, DIMENSION_MAX)
         if [layer for layer in range(self.layer_count) if layer in self.deep_layers] != list(self.deep_layers):
             raise ModelLoadError(
                 f"deepstack_visual_indexes in the vision_config is {list(self.deep_layers)}, but must be ascending "
@@ -151,7 +167,8 @@ class QwenVLConfig(GridConfig, frozen=True, kw_only=True, tag="qwen_vl"):
             layer = f"visual.blocks.{index}"
             add_norm(f"{layer}.norm1", hidden)
             add_norm(f"{layer}.norm2", hidden)
-            add_linear(f"{layer}.attn.qkv", 3 * hidden, hidden)
+            kv_count = self.kv_head_count or self.head_count
+            add_linear(f"{layer}.attn.qkv", hidden + 2 * kv_count * (hidden // self.head_count), hidden)
             add_linear(f"{layer}.attn.proj", hidden, hidden)
             *inner, last = self.mlp_names
             for name in inner:
@@ -162,8 +179,22 @@ class QwenVLConfig(GridConfig, frozen=True, kw_only=True, tag="qwen_vl"):
         for merger, is_whole in self.mergers.items():
             add_norm(f"{merger}.{norm}", merged if is_whole else hidden)
             add_linear(f"{merger}.{first}", merged, merged)
-            add_linear(f"{merger}.{second}", self.output_size, merged)
+            add_linear(f"{merger}.{second}", self.merger_size or self.output_size, merged)
         return shapes
+
+
+class HyperClovaConfig(QwenVLConfig, frozen=True, kw_only=True, tag="hyperclovax"):
+    """The encoder of HyperCLOVA X: that of Qwen2.5-VL, and a projection of its rows."""
+
+    names: ClassVar[tuple[tuple[str, str], ...]] = (("visual.", "vision_model."), ("projector.", "vision_projector."))
+
+    def shapes(self) -> dict[str, Shape]:
+        assert self.merger_size is not None, "the reader sets it"
+        projector: dict[str, Shape] = {
+            "projector.weight": (self.output_size, self.merger_size),
+            "projector.bias": (self.output_size,),
+        }
+        return QwenVLConfig.shapes(self) | projector
 
 
 def read_qwen2_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
@@ -195,18 +226,54 @@ def read_qwen2_5_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple
         texts: config of the language model.
     """
     fields = vision_fields(outer)
-    shared = grid_fields(fields, texts, patch_size=14, layer_count=32)
-    window, square = fields.whole_or("window_size", 112), shared["patch_size"] * shared["merge_size"]
-    config = QwenVLConfig(
-        kind="qwen2_5_vl",
-        hidden_size=fields.whole_or("hidden_size", 3584),
-        intermediate_size=fields.whole_or("intermediate_size", 3420),
-        activation=activation_of(fields, "silu"),
-        window_size=window // max(square, 1),
-        whole_layers=fields.wholes("fullatt_block_indexes") or (7, 15, 23, 31),
-        **shared,
-    )
+    config = QwenVLConfig(**_windowed(fields, grid_fields(fields, texts, patch_size=14, layer_count=32)))
     return config, grid_processing(directory, outer, texts, config, fields, embedding_size=config.output_size)
+
+
+def read_exaone(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
+    """Read the config files of EXAONE 4.5. Heads of its encoder share keys and values.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    fields = vision_fields(outer)
+    shared = _windowed(fields, grid_fields(fields, texts, patch_size=14, layer_count=32))
+    config = QwenVLConfig(kv_head_count=fields.whole_or("num_key_value_heads", 8), **shared)
+    return config, grid_processing(
+        directory, outer, texts, config, fields, 67, embedding_size=config.output_size, kind=ExaoneProcessing
+    )
+
+
+def read_hyperclova(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
+    """Read the config files of HyperCLOVA X SEED Think 32B.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    fields = vision_fields(outer)
+    shared = grid_fields(fields, texts, patch_size=14, layer_count=32, output_field=None)
+    config = HyperClovaConfig(merger_size=fields.whole_or("out_hidden_size", 3584), **_windowed(fields, shared))
+    return config, grid_processing(
+        directory, outer, texts, config, fields, 128_060, embedding_size=config.output_size, kind=HyperClovaProcessing
+    )
+
+
+def _windowed(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of QwenVLConfig for the encoder of Qwen2.5-VL. shared: result of grid_fields."""
+    square = shared["patch_size"] * shared["merge_size"]
+    return {
+        **shared,
+        "kind": "qwen2_5_vl",
+        "hidden_size": fields.whole_or("hidden_size", 3584),
+        "intermediate_size": fields.whole_or("intermediate_size", 3420),
+        "activation": activation_of(fields, "silu"),
+        "window_size": fields.whole_or("window_size", 112) // max(square, 1),
+        "whole_layers": fields.wholes("fullatt_block_indexes") or (7, 15, 23, 31),
+    }
 
 
 def read_qwen3_vl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[QwenVLConfig, QwenVLProcessing]:
@@ -268,7 +335,7 @@ def grid_fields(
     patch_size: int,
     layer_count: int,
     head_count: int = 16,
-    output_field: str = "out_hidden_size",
+    output_field: str | None = "out_hidden_size",
 ) -> dict[str, Any]:
     """Read the fields of GridConfig that have the same name in all families.
 
@@ -276,11 +343,11 @@ def grid_fields(
         fields: fields of the image encoder.
         texts: config of the language model.
         patch_size, layer_count, head_count: values of missing fields.
-        output_field: field with the hidden_size of the language model.
+        output_field: field with the hidden_size of the language model. None: there is none.
     """
     if fields.whole_or("in_channels", 3) != 3:
         raise fields.wrong("in_channels", "3")
-    if fields.whole_or(output_field, texts.hidden_size) != texts.hidden_size:
+    if output_field is not None and fields.whole_or(output_field, texts.hidden_size) != texts.hidden_size:
         raise fields.wrong(output_field, f"{texts.hidden_size}, the hidden_size of the language model")
     return {
         "layer_count": fields.whole_or("depth", layer_count),
@@ -315,7 +382,7 @@ def grid_processing(
         embedding_size: numbers in one row.
         kind: class of the preparation.
     """
-    if not any(rotary is not None and rotary.axes for rotary, _ in texts.rotaries):
+    if kind.has_grid and not any(rotary is not None and rotary.axes for rotary, _ in texts.rotaries):
         raise ModelLoadError(
             "the text_config lacks mrope_section, which divides the rotated numbers of a head between the positions of "
             "an image: fetch the checkpoint again"

@@ -24,7 +24,7 @@ from trioserve.model.vision.llava import LlavaConfig
 from trioserve.model.vision.paddleocr import PaddleConfig
 from trioserve.model.vision.pixtral import PIXTRAL_NORM_EPS, LightOnConfig, PixtralConfig
 from trioserve.model.vision.qwen_tower import GridLayer, GridPlaces, GridTower, QwenTower
-from trioserve.model.vision.qwen_vl import QwenVLConfig
+from trioserve.model.vision.qwen_vl import HyperClovaConfig, QwenVLConfig
 from trioserve.model.vision.tower import ACTIVATIONS, VisionTower, Vit
 from trioserve.vision.families.family import FamilyProcessing
 from trioserve.vision.families.llava import OneVisionProcessing
@@ -329,6 +329,7 @@ _TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
     Gemma3Config: Gemma3Tower,
     GlmVLConfig: GlmTower,
     Idefics3Config: Idefics3Tower,
+    HyperClovaConfig: QwenTower,
     QwenVLConfig: QwenTower,
     InternvlConfig: InternvlTower,
     LightOnConfig: PixtralTower,

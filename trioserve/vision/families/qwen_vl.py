@@ -1,5 +1,5 @@
 """Prepares images for Qwen2-VL, Qwen2.5-VL and Qwen3-VL (arXiv 2409.12191, 2502.13923), for GLM-4.1V (arXiv
-2507.01006), and for PaddleOCR-VL (arXiv 2510.14528).
+2507.01006), for PaddleOCR-VL (arXiv 2510.14528), EXAONE 4.5 and HyperCLOVA X.
 
 An image keeps its aspect ratio. Both sides become multiples of a square of patches, and each square is one row in the
 prompt.
@@ -20,7 +20,7 @@ from trioserve.vision.families.family import FamilyProcessing
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["GlmVLProcessing", "PaddleProcessing", "QwenVLProcessing"]
+__all__ = ["ExaoneProcessing", "GlmVLProcessing", "HyperClovaProcessing", "PaddleProcessing", "QwenVLProcessing"]
 
 RATIO_MAX = 200  # transformers refuses longer and thinner images, too.
 
@@ -45,6 +45,8 @@ class QwenVLProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="qwen_vl
     pixels_max_default: ClassVar[int] = 28 * 28 * 1280
     counts_frames: ClassVar[bool] = False
     """True if a checkpoint counts the pixels of all copies of an image that make a patch."""
+    has_grid: ClassVar[bool] = True
+    """True if the language model places an image's tokens in rows and columns."""
 
     @property
     def rows_max(self) -> int:
@@ -67,7 +69,7 @@ class QwenVLProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="qwen_vl
             tile_width=columns * self.square,
             tile_height=rows * self.square,
             runs=(rows * columns,),
-            grid=(rows, columns),
+            grid=(rows, columns) if self.has_grid else None,
         )
 
     def _squares(self, width: int, height: int) -> tuple[int, int]:
@@ -128,3 +130,16 @@ class PaddleProcessing(QwenVLProcessing, frozen=True, kw_only=True, tag="paddleo
         if width < square:
             width, height = square, round(height * square / width)
         return QwenVLProcessing._squares(self, width, height)
+
+
+class ExaoneProcessing(QwenVLProcessing, frozen=True, kw_only=True, tag="exaone4_5"):
+    """Preprocessing of the images of EXAONE 4.5, whose language model places image tokens like tokens of a text."""
+
+    has_grid: ClassVar[bool] = False
+
+
+class HyperClovaProcessing(ExaoneProcessing, frozen=True, kw_only=True, tag="hyperclovax"):
+    """Preprocessing of the images of HyperCLOVA X SEED Think 32B."""
+
+    sign: ClassVar[str] = "<|IMAGE_PAD|>"
+    row_token: ClassVar[str] = "<|IMAGE_PAD|>"

@@ -13,7 +13,13 @@ from trioserve.vision.families.idefics3 import Idefics3Processing
 from trioserve.vision.families.internvl import AyaProcessing, CohereProcessing, InternvlProcessing
 from trioserve.vision.families.llava import LlavaProcessing, OneVisionProcessing
 from trioserve.vision.families.pixtral import LightOnProcessing, PixtralProcessing
-from trioserve.vision.families.qwen_vl import GlmVLProcessing, PaddleProcessing, QwenVLProcessing
+from trioserve.vision.families.qwen_vl import (
+    ExaoneProcessing,
+    GlmVLProcessing,
+    HyperClovaProcessing,
+    PaddleProcessing,
+    QwenVLProcessing,
+)
 from trioserve.vision.image_file import pixels_of
 
 __all__ = ["ImageProcessing", "tiles_from", "tiles_of"]
@@ -21,8 +27,10 @@ __all__ = ["ImageProcessing", "tiles_from", "tiles_of"]
 ImageProcessing: TypeAlias = (
     AyaProcessing
     | CohereProcessing
+    | ExaoneProcessing
     | Gemma3Processing
     | GlmVLProcessing
+    | HyperClovaProcessing
     | Idefics3Processing
     | InternvlProcessing
     | LightOnProcessing
