@@ -228,19 +228,19 @@ def _weight_target(
     if not isinstance(runner, ModelRunner):
         return "the model is an encoder"
 
-    def look(source: WeightSource) -> WrittenWeights:
+    def read(source: WeightSource) -> WrittenWeights:
         from trioserve.model.weight_replacement import StoredWeights
 
         assert not isinstance(source, BroadcastWeights), "these weights are sent"
         where = source if isinstance(source, SharedWeights) else Path(source)
         return StoredWeights(runner, where, context_tokens=context_tokens)
 
-    def look_at_sent(source: BroadcastWeights) -> SentWeights:
+    def check_sent(source: BroadcastWeights) -> SentWeights:
         from trioserve.model.weight_replacement import ArrivingWeights
 
         return ArrivingWeights(runner, arriving_tensors(source))
 
-    return ThreadedWeights(look, look_at_sent, groups, compute)
+    return ThreadedWeights(read, check_sent, groups, compute)
 
 
 class _AdapterTarget:

@@ -28,7 +28,7 @@ from trioserve.ranks.group import open_ranks
 from trioserve.ranks.host import free_port, host_ranks
 from trioserve.ranks.link import wait_for_ranks
 from trioserve.ranks.messages import DraftSetup, Progress, RankSetup
-from trioserve.ranks.placed import PlacedRanks, RanksWanted, placed_ranks
+from trioserve.ranks.placed import PlacedRanks, RanksRequest, placed_ranks
 from trioserve.ranks.ranked_runner import RankedRunner, RankedWeights
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.worker_thread import WorkerThread
@@ -110,7 +110,7 @@ class RankedModel:
             yield None
             return
         check_ray_is_installed()
-        wanted = RanksWanted(
+        wanted = RanksRequest(
             count=options.rank_count,
             model=options.model,
             revision=options.revision,

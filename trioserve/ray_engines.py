@@ -40,7 +40,7 @@ from trioserve.config import Config
 from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
 from trioserve.ranks.host import free_port, keep_ranks
-from trioserve.ranks.placed import RankDoor, RankNode, RanksWanted
+from trioserve.ranks.placed import RankDoor, RankNode, RanksRequest
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 from trioserve.trio_tools.worker_thread import call_abandonable
@@ -494,7 +494,7 @@ class RayPlaces:
         wanted: number of ranks, and the resources that each rank needs.
     """
 
-    def __init__(self, wanted: RanksWanted) -> None:
+    def __init__(self, wanted: RanksRequest) -> None:
         self._wanted = wanted
         self._bundle = {"CPU": float(wanted.cpus)} | ({"GPU": float(wanted.gpus)} if wanted.gpus else {})
         self._group: Any = None

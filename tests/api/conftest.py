@@ -242,7 +242,7 @@ class ScriptedEngine:
         self.load_changes = LoadChanges()
         self.fault: EngineFault | None = None
         self.reopens_at: float | None = None
-        self.holds_up = self.is_sleeping = self.has_half_weights = False
+        self.blocks_admission = self.is_sleeping = self.has_half_weights = False
         self.weight_version = "default"
         self.instance = "letters-1"
         self.audio_decoder: AudioDecoder | None = None

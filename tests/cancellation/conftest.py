@@ -152,7 +152,7 @@ class Http2Client:
             self._protocol.reset(self._number)
             await self._flush()
         elif way == "goaway":
-            self._protocol.say_goaway()
+            self._protocol.send_goaway()
             await self._flush()
             await self.stream.aclose()
         elif way == "close":

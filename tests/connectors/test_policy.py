@@ -82,7 +82,7 @@ class Books:
 
     def load(self, name: str = "a", params: KVTransferParams = FROM_THERE, count: int = 10) -> Load | None:
         self.policy.start_load(request(name, params), blocks(3), 0, count)
-        new = self.policy.loads.take_new()
+        new = self.policy.loads.pop_new()
         return new[0] if new else None
 
     def reports(self) -> list[object]:
@@ -147,9 +147,9 @@ def test_active_reader_extends_a_hold_once_a_second():
     sends = books.policy.sends
     assert not isinstance(sends.asked("a", 0, 9, NINE, 10.0), str)
     assert books.reports() == [StillRead(RequestId("a"))]
-    assert sends.still_wanted(["a", "b"], 10.5) == ("b",)
+    assert sends.note_still_read(["a", "b"], 10.5) == ("b",)
     assert books.reports() == []
-    assert sends.still_wanted(["a"], 11.0) == ()
+    assert sends.note_still_read(["a"], 11.0) == ()
     assert books.reports() == [StillRead(RequestId("a"))]
 
 
@@ -301,7 +301,7 @@ def test_invalid_transfer_params_fail_the_load(change, expect):
     assert len(report.message) < 500
     assert books.releases() == []
     assert not books.policy.request_finished(request("a", params), [], [], FinishReason.ABORT)
-    assert books.policy.loads.take_urgent() == ()
+    assert books.policy.loads.pop_urgent() == ()
 
 
 def test_one_group_of_blocks_is_accepted_like_a_plain_list():
@@ -351,7 +351,7 @@ def test_connections_go_only_to_addresses_signed_by_an_engine_of_the_group(optio
     (failed,) = books.reports()
     assert "remote_signature" in failed.message
     books.policy.request_finished(request("b", params), [], [], FinishReason.ABORT)
-    assert books.policy.loads.take_urgent() == (), "there is no holder to notify"
+    assert books.policy.loads.pop_urgent() == (), "there is no holder to notify"
     assert books.load("c", FROM_THERE) is not None
 
 
@@ -407,7 +407,7 @@ def test_load_abandoned_before_its_start_is_never_started():
     books = Books()
     books.policy.start_load(request("a", FROM_THERE), blocks(3), 0, 10)
     books.policy.load_abandoned(RequestId("a"))
-    assert books.policy.loads.take_new() == ()
+    assert books.policy.loads.pop_new() == ()
 
 
 def test_holder_is_notified_after_the_last_of_several_loads():
@@ -429,8 +429,8 @@ def test_request_without_a_needed_load_notifies_the_holder(reason):
     books = Books()
     assert not books.policy.request_finished(request("a", FROM_THERE), blocks(3), range(11), reason)
     assert books.releases() == ["theirs"]
-    assert books.policy.loads.take_urgent() == (HERE,)
-    assert books.policy.loads.take_urgent() == ()
+    assert books.policy.loads.pop_urgent() == (HERE,)
+    assert books.policy.loads.pop_urgent() == ()
 
 
 def test_ended_hold_fails_its_loads():

@@ -145,9 +145,9 @@ class Side:
     def _work(self) -> None:
         if self.nursery is None:
             return
-        for load in self.policy.loads.take_new():
-            self.nursery.start_soon(self.reader.bring, load)
-        for source in self.policy.loads.take_urgent():
+        for load in self.policy.loads.pop_new():
+            self.nursery.start_soon(self.reader.fetch, load)
+        for source in self.policy.loads.pop_urgent():
             self.reader.notify_now(source, self.nursery)
 
     async def until(self, kind: type | UnionType) -> object:
@@ -589,7 +589,7 @@ async def test_end_of_a_read_is_not_confirmed_if_the_hold_ended_with_the_last_by
 async def test_received_bytes_are_not_written_to_blocks_of_an_ended_load():
     here = Side("here")
     here.load(Side("there").hold())
-    (load,) = here.policy.loads.take_new()
+    (load,) = here.policy.loads.pop_new()
     chunk = Chunk(0, 0, 2)
     here.reader.put(load, chunk, memoryview(bytes(32)), "float32", None)
     here.policy.load_abandoned(RequestId("load"))

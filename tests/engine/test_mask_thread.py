@@ -98,6 +98,6 @@ def test_mask_memory_is_reused_and_bounded():
     for rows in taken:
         rows.fill()
     for rows in taken:
-        buffers.give_back(rows)
+        buffers.release_rows(rows)
     assert len(buffers._spare) == SPARE_MAX
     assert buffers.take([], 33) is taken[-1]

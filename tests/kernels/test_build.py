@@ -99,13 +99,13 @@ def test_exception_of_the_progress_callback_ends_the_compiler(compiler: Path, mo
     monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
     waited: list[float] = []
 
-    def give_up(_sentence: str, seconds: float) -> None:
+    def abandon(_sentence: str, seconds: float) -> None:
         waited.append(seconds)
         if (compiler.parent / "child").exists():
             raise GivenUp
 
     with pytest.raises(GivenUp):
-        build_library("avx2", on_compile=give_up)
+        build_library("avx2", on_compile=abandon)
     assert waited[0] == 0
     assert waited == sorted(waited)
     assert not [path for path in compiler.parent.rglob("*") if path.suffix in (".so", ".s")]
@@ -133,14 +133,14 @@ def test_wait_for_the_compiler_of_another_process_can_be_ended(compiler: Path, m
     (library,) = (compiler.parent / "cache" / "trioserve").glob("*.so")
     library.unlink()
 
-    def give_up(sentence: str, _seconds: float) -> None:
+    def abandon(sentence: str, _seconds: float) -> None:
         assert "another process" in sentence
         raise GivenUp
 
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(GivenUp):
-            build_library("avx2", on_compile=give_up)
+            build_library("avx2", on_compile=abandon)
 
 
 def test_compiler_that_hangs_at_its_version_query_can_be_cancelled(
@@ -150,11 +150,11 @@ def test_compiler_that_hangs_at_its_version_query_can_be_cancelled(
     monkeypatch.setattr(build, "VERSION_SECONDS", 0.0)
     compiler.write_text(compiler.read_text().replace("echo test 1", "sleep 600"))
 
-    def give_up(_sentence: str, _seconds: float) -> None:
+    def abandon(_sentence: str, _seconds: float) -> None:
         raise GivenUp
 
     with pytest.raises(GivenUp):
-        build_library("avx2", on_compile=give_up)
+        build_library("avx2", on_compile=abandon)
 
 
 def test_compiler_that_takes_too_long_is_killed(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,11 +216,11 @@ def test_progress_counts_every_byte_and_may_end_the_loading(tiny_checkpoint: Cal
     class Enough(Exception):
         pass
 
-    def give_up(done: int, total: int) -> None:
+    def abandon(done: int, total: int) -> None:
         raise Enough
 
     with pytest.raises(Enough):
-        ModelRunner.load(checkpoint, SETTINGS, progress=give_up)
+        ModelRunner.load(checkpoint, SETTINGS, progress=abandon)
 
 
 @pytest.mark.parametrize(

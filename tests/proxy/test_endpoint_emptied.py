@@ -71,7 +71,7 @@ async def test_endpoint_hands_over_a_stream_with_its_kv(open_pair):
     key = {"authorization": "Bearer mine"}
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY, headers=key) as response:
         [(first, ask)] = await asks_of(pair)
-        pair[first].gives_away = True
+        pair[first].hands_over = True
         begin(ask, "0:1")
         await wait_all_tasks_blocked()
         await empty(pair, first)

@@ -19,13 +19,13 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import install_command
 from trioserve.ranks import placed
 from trioserve.ranks.host import cpu_shares
-from trioserve.ranks.placed import PlacedRanks, RankNode, RanksWanted, placed_ranks
+from trioserve.ranks.placed import PlacedRanks, RankNode, RanksRequest, placed_ranks
 
 pytestmark = pytest.mark.slow
 
 SECONDS_MAX = 180.0
 SAMPLING = trioserve.SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)
-WANTED = RanksWanted(count=2, model="/m", revision=None, cpus=1, gpus=0, address=None)
+WANTED = RanksRequest(count=2, model="/m", revision=None, cpus=1, gpus=0, address=None)
 
 
 class Placer:

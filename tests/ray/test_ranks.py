@@ -23,7 +23,7 @@ import trio
 
 import trioserve
 from trioserve.contracts.errors import StartupError
-from trioserve.ranks.placed import RanksWanted, placed_ranks
+from trioserve.ranks.placed import RanksRequest, placed_ranks
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 from .conftest import MARK, SECONDS_MAX, Program, marked_processes, node_of, ray_nodes, wait_until
@@ -200,8 +200,8 @@ async def test_wait_for_free_nodes_can_be_cancelled(
     nodes.check_nothing_is_left()
 
 
-def wanted(model: str) -> RanksWanted:
-    return RanksWanted(count=2, model=model, revision=None, cpus=2, gpus=0, address=None)
+def wanted(model: str) -> RanksRequest:
+    return RanksRequest(count=2, model=model, revision=None, cpus=2, gpus=0, address=None)
 
 
 async def test_actor_that_dies_before_its_rank_connects_raises_the_reason(nodes: Nodes, model: Path) -> None:

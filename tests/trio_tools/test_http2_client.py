@@ -170,7 +170,7 @@ def test_last_of_several_goaway_frames_counts(pair):
 
 def test_client_receives_responses_after_its_goaway(pair):
     number, heard = pair.ask()
-    pair.client.say_goaway()
+    pair.client.send_goaway()
     pair.exchange()
     assert pair.heard_of(h2.events.ConnectionTerminated)
     frames = b"\0\0\1\1\4" + number.to_bytes(4) + b"\x88" + b"\0\0\1\0\1" + number.to_bytes(4) + b"a"

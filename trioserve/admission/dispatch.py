@@ -312,14 +312,14 @@ class Dispatch:
     def is_endpoint_draining(self, id: EndpointId) -> bool:
         return self.core.is_endpoint_draining(id)
 
-    def is_pair_there(self, model: str) -> bool:
+    def has_pair(self, model: str) -> bool:
         """Return True if requests for a model can be disaggregated. This needs an endpoint for prefill and an endpoint
         for decode.
 
         Args:
             model: Name of the model.
         """
-        return self.core.is_pair_there(model)
+        return self.core.has_pair(model)
 
     def add_endpoint(
         self,

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from trioserve.trio_tools.deadline_keeper import Alarm
 
 __all__ = [
-    "AsksEngine",
-    "AsksPooling",
+    "EngineFields",
+    "PoolingFields",
     "EngineContext",
     "EngineServices",
     "PauseMode",
@@ -130,7 +130,7 @@ class ServedEngine(Protocol):
     @property
     def has_half_weights(self) -> bool: ...
     @property
-    def holds_up(self) -> bool: ...
+    def blocks_admission(self) -> bool: ...
     @property
     def ready(self) -> bool: ...
     @property
@@ -295,7 +295,7 @@ class EngineContext(Responder):
             await start()
 
 
-class AsksEngine(Protocol):
+class EngineFields(Protocol):
     """Fields of a body, besides prompt and sampling, that any API passes to the engine."""
 
     @property
@@ -310,7 +310,7 @@ class AsksEngine(Protocol):
     def retention_seconds(self) -> float | None: ...
 
 
-class AsksPooling(Protocol):
+class PoolingFields(Protocol):
     """Fields of a pooling request's body that any API passes to the engine. See PoolingBody."""
 
     @property
@@ -409,7 +409,7 @@ class RequestContext(EngineContext):
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        body: AsksEngine,
+        body: EngineFields,
         deadlines: Deadlines,
         *,
         add_special_tokens: bool = True,
@@ -498,7 +498,7 @@ class RequestContext(EngineContext):
         self,
         inputs: Sequence[PoolingInput],
         params: PoolingParams,
-        body: AsksPooling,
+        body: PoolingFields,
         deadlines: Deadlines,
         *,
         name_of: Callable[[int], str],

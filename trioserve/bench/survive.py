@@ -339,7 +339,7 @@ async def _compared(settings: SurviveSettings, fleet: SurviveFleet) -> SurviveRe
 async def _interrupt(settings: SurviveSettings, fleet: SurviveFleet, recoveries: trio.Nursery) -> None:
     for interruption in interruptions(settings):
         await trio.sleep(interruption.after_seconds)
-        endpoint = await fleet.take_well(interruption)
+        endpoint = await fleet.claim_endpoint(interruption)
         recoveries.start_soon(fleet.interrupt, endpoint, interruption)
 
 

@@ -154,7 +154,7 @@ class SurviveFleet:
 
     # --- Interruptions ---
 
-    async def take_well(self, interruption: Interruption) -> Endpoint:
+    async def claim_endpoint(self, interruption: Interruption) -> Endpoint:
         """Choose an endpoint for an interruption. Wait as long as it is the only endpoint without an interruption.
 
         Args:
@@ -176,7 +176,7 @@ class SurviveFleet:
         """Interrupt an endpoint, and return when the router sends it requests again.
 
         Args:
-            endpoint: endpoint that `take_well` returned.
+            endpoint: endpoint that `claim_endpoint` returned.
             interruption: what happens.
         """
         self.happened[interruption.kind] += 1

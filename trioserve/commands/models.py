@@ -41,13 +41,13 @@ from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import why_not_launched
 from trioserve.trio_tools.progress import ProgressBar
 
-__all__ = ["ModelCheck", "ModelHere", "check_model", "models_here", "run_check", "run_models", "run_pull"]
+__all__ = ["ModelCheck", "InstalledModel", "check_model", "installed_models", "run_check", "run_models", "run_pull"]
 
 DEFAULT_SETTINGS = ModelSettings()
 STREAM_TOKENS = 2_000  # tokens of the prompt and the response in docs/guides/sizing.md, rounded up
 
 
-class ModelHere(msgspec.Struct, frozen=True, kw_only=True):
+class InstalledModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that `trioserve serve` accepts by its name.
 
     Attributes:
@@ -104,7 +104,7 @@ def run_models(*, as_json: bool) -> int:
     Returns:
         0.
     """
-    models = models_here()
+    models = installed_models()
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(models)).decode() + "\n")
         return 0
@@ -118,19 +118,19 @@ def run_models(*, as_json: bool) -> int:
     return 0
 
 
-def models_here() -> list[ModelHere]:
+def installed_models() -> list[InstalledModel]:
     """Return the bundled models, then the models in the hub's cache."""
     return [*(_packaged(name) for name in PACKAGED_MODELS), *_of_hub()]
 
 
-def _packaged(name: str) -> ModelHere:
+def _packaged(name: str) -> InstalledModel:
     about, path = PACKAGED_MODELS[name].about, find_packaged(name)
     if path is None:
-        return ModelHere(name=name, about=about)
-    return ModelHere(name=name, about=about, path=str(path), byte_count=path.stat().st_size)
+        return InstalledModel(name=name, about=about)
+    return InstalledModel(name=name, about=about, path=str(path), byte_count=path.stat().st_size)
 
 
-def _of_hub() -> list[ModelHere]:
+def _of_hub() -> list[InstalledModel]:
     try:
         import huggingface_hub
         from huggingface_hub.errors import CacheNotFound
@@ -141,7 +141,7 @@ def _of_hub() -> list[ModelHere]:
     except (CacheNotFound, OSError):
         return []
     return [
-        ModelHere(
+        InstalledModel(
             name=repository.repo_id,
             about="from the hub",
             path=str(Path(repository.repo_path)),

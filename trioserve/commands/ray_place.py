@@ -18,7 +18,7 @@ import msgspec
 
 from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.contracts.errors import StartupError
-from trioserve.ranks.placed import LEAVE_SECONDS_MAX, RankDoor, RankNode, RanksUpdate, RanksWanted
+from trioserve.ranks.placed import LEAVE_SECONDS_MAX, RankDoor, RankNode, RanksRequest, RanksUpdate
 
 __all__ = ["RankPlaces", "keep_placed", "main"]
 
@@ -138,7 +138,7 @@ class _Server:
 
 def main() -> int:
     """Place ranks until standard input ends. Return the exit code, which is EXIT_FAILED if Ray cannot be reached."""
-    wanted = msgspec.json.decode(sys.stdin.buffer.readline(), type=RanksWanted)
+    wanted = msgspec.json.decode(sys.stdin.buffer.readline(), type=RanksRequest)
     doors: queue.SimpleQueue[RankDoor | None] = queue.SimpleQueue()
     threading.Thread(target=_receive_doors, args=(doors,), name="server", daemon=True).start()
     from trioserve.ray_engines import RayPlaces, connected

@@ -93,7 +93,7 @@ class NixlOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_field
         return self.landing_bytes // self.reads_max
 
 
-class PlacesAsked(msgspec.Struct, frozen=True):
+class PlacesRequest(msgspec.Struct, frozen=True):
     """Message that requests the locations of blocks. Its fields have the same meaning as in frames.Read."""
 
     request_id: str
@@ -331,7 +331,7 @@ class NixlReader(Reader):
     async def read_over(self, connection: PeerConnection, load: Load) -> None:
         connection.transfer_count += 1
         request_id = load.origin.request_id
-        ask = PlacesAsked(request_id, load.start, load.token_count, load.proof)
+        ask = PlacesRequest(request_id, load.start, load.token_count, load.proof)
         await connection.wire.send([frame(Kind.PLACES_ASKED, ask, transfer=connection.transfer_count)])
         found = await receive_body(
             connection.wire, await self.receive_response(connection, Kind.PLACES), Places, PLACES_BYTES_MAX
@@ -434,14 +434,14 @@ class NixlTransport:
 
     async def _respond(self, connection: PeerConnection, head: Head) -> bool:
         if head.kind is Kind.PLACES_ASKED:
-            await self._send_places(connection, head.transfer, await receive_body(connection.wire, head, PlacesAsked))
+            await self._send_places(connection, head.transfer, await receive_body(connection.wire, head, PlacesRequest))
         elif head.kind is Kind.HAVE_READ:
             await self._confirm(connection, head.transfer, await receive_body(connection.wire, head, HaveRead))
         else:
             return False
         return True
 
-    async def _send_places(self, connection: PeerConnection, transfer: int, asked: PlacesAsked) -> None:
+    async def _send_places(self, connection: PeerConnection, transfer: int, asked: PlacesRequest) -> None:
         holder, now = self._stream.holder, trio.current_time()
         send = self._policy.sends.asked(asked.request_id, asked.token_start, asked.token_count, asked.proof, now)
         if isinstance(send, str):

@@ -336,7 +336,7 @@ class EngineCore:
         assert not self.flights, "a step in flight reads the blocks"
         if self.transfers is not None:
             self.prefetches.cancel_all(now)
-            for live in self.transfers.give_up_loads(now):
+            for live in self.transfers.abandon_loads(now):
                 self.scheduler.start_over(live)
         return self.scheduler.preempt_all()
 

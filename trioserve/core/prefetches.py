@@ -5,7 +5,7 @@ prefix cache has lost. A prefetch belongs to its session:
 
     hint ──► planned ──starts_at──► loading ──arrived──► its blocks are cached, and the session retains them
                 │                      └──end of the session, lack of blocks, deadline──► its blocks are released
-                └──the turn, end of the session, nothing to load, gives_up_at──► nothing to release
+                └──the turn, end of the session, nothing to load, expires_at──► nothing to release
 
 A prefetch takes no blocks from requests, and evicts no block that a session retains. It starts only while no request
 waits, and only with spare blocks (free, or cached and not retained). A request that lacks blocks cancels all
@@ -66,19 +66,19 @@ class Prefetch:
 
     Attributes:
         starts_at: time of the next attempt to start, in seconds.
-        gives_up_at: time after which the prefetch does not start any more, in seconds.
+        expires_at: time after which the prefetch does not start any more, in seconds.
         live: the load as a request that never runs. None before the first attempt.
         is_loading: True while the connector loads the blocks.
         end: position after the last token that is loaded.
         continuing: True for each request of the session that continues the loaded tokens, by request id.
     """
 
-    __slots__ = ("continuing", "end", "gives_up_at", "is_loading", "live", "session", "session_id", "starts_at")
+    __slots__ = ("continuing", "end", "expires_at", "is_loading", "live", "session", "session_id", "starts_at")
 
     def __init__(self, session_id: str, session: Session) -> None:
         self.session_id = session_id
         self.session = session
-        self.starts_at = self.gives_up_at = 0.0
+        self.starts_at = self.expires_at = 0.0
         self.live: LiveRequest | None = None
         self.is_loading = False
         self.end = 0
@@ -152,7 +152,7 @@ class Prefetches:
         elif planned.is_loading:
             return
         planned.starts_at = max(now, expected_at - LEAD_SECONDS)
-        planned.gives_up_at = expected_at + self._settings.remote_kv_seconds_max
+        planned.expires_at = expected_at + self._settings.remote_kv_seconds_max
         self._plan(planned)
 
     def note_turn(self, live: LiveRequest) -> None:
@@ -228,10 +228,10 @@ class Prefetches:
             time, _serial, prefetch = heapq.heappop(self._starts)
             if self._is_stale(time, prefetch):
                 continue
-            if prefetch.gives_up_at <= now:
+            if prefetch.expires_at <= now:
                 self._end(prefetch, PrefetchResult.NO_ROOM, now)
             elif has_waiting or prefetch.session.live_count or not self._start(prefetch, now):
-                prefetch.starts_at = min(now + RETRY_SECONDS, prefetch.gives_up_at)
+                prefetch.starts_at = min(now + RETRY_SECONDS, prefetch.expires_at)
                 self._plan(prefetch)
 
     def cancel_all(self, now: float) -> bool:

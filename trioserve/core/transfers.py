@@ -357,7 +357,7 @@ class Transfers:
             self._connector.hold_expired(hold.request_id, hold.kind)
         return unserved
 
-    def give_up_loads(self, now: float) -> list[LiveRequest]:
+    def abandon_loads(self, now: float) -> list[LiveRequest]:
         """End the wait for all loads.
 
         Args:

@@ -98,7 +98,7 @@ class Adapters:
     def release(self, lease: AdapterLease) -> None:
         """Release a lease. The caller must call this once for each lease. Never waits."""
         lease.release()
-        self._look()
+        self._wake_if_idle()
 
     # --- loading and unloading ---
 
@@ -128,7 +128,7 @@ class Adapters:
         finally:
             if not is_done:
                 self.book.fail_load(id)
-            self._look()  # If this adapter replaced another one, the other one may be idle now.
+            self._wake_if_idle()  # If this adapter replaced another one, the other one may be idle now.
         if not is_done:
             raise AdapterRefused(f"The lora adapter '{name}' was unloaded while it was being loaded", reason="unloaded")
         logger.info("adapter loaded name=%s rank=%d bytes=%d", name, content.rank_max, content.byte_count)
@@ -151,7 +151,7 @@ class Adapters:
         retired = self.book.retire(name)
         if not retired:
             raise UnknownModel(f"The lora adapter '{name}' cannot be found.", param="lora_name")
-        self._look()
+        self._wake_if_idle()
         return retired
 
     async def wait_until_forgotten(self, ids: list[AdapterId]) -> None:
@@ -196,16 +196,16 @@ class Adapters:
                     await place.add(id, content)
                 except MemoryError as error:
                     # The last executor broke while this adapter was being loaded, so that executor could not refuse it.
-                    self._give_up(id, error)
+                    self._abandon(id, error)
 
-    def _give_up(self, id: AdapterId, error: MemoryError) -> None:
+    def _abandon(self, id: AdapterId, error: MemoryError) -> None:
         """Unload an adapter for which the executor has too little memory. Requests that use it fail in their next
         step.
         """
         name = self.book.name_of(id)
         logger.error("adapter unloaded, because there is not enough memory name=%s error=%s", name, error)
         self.book.retire(name)
-        self._look()
+        self._wake_if_idle()
 
     def detach(self) -> None:
         """Forget the executor, because it is closed or broken. Its adapters are lost, too."""
@@ -218,7 +218,7 @@ class Adapters:
     def byte_count(self) -> int:
         return sum(content.byte_count for content in self._contents.values())
 
-    def _look(self) -> None:
+    def _wake_if_idle(self) -> None:
         if self.book.idle():
             self._has_idle.set()
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-LOOK_THREAD = "trioserve-weights"
+CHECK_THREAD = "trioserve-weights"
 
 
 class WrittenWeights(Protocol):
@@ -87,21 +87,21 @@ class ThreadedWeights:
     call's own deadline can end it.
 
     Args:
-        look: reads and checks weights in files or shared memory. Raises InvalidRequest if the model cannot use them.
-        look_at_sent: checks the description of weights that a trainer will send. Raises InvalidRequest.
+        read: reads and checks weights in files or shared memory. Raises InvalidRequest if the model cannot use them.
+        check_sent: checks the description of weights that a trainer will send. Raises InvalidRequest.
         groups: groups of trainers.
         compute: the compute thread.
     """
 
     def __init__(
         self,
-        look: Callable[[WeightSource], WrittenWeights],
-        look_at_sent: Callable[[BroadcastWeights], SentWeights],
+        read: Callable[[WeightSource], WrittenWeights],
+        check_sent: Callable[[BroadcastWeights], SentWeights],
         groups: Groups,
         compute: WorkerThread,
     ) -> None:
-        self._look = look
-        self._look_at_sent = look_at_sent
+        self._read = read
+        self._check_sent = check_sent
         self._groups = groups
         self._compute = compute
 
@@ -109,16 +109,16 @@ class ThreadedWeights:
         # Do not run this check in the compute thread. Reading a file may hang, and cannot be stopped from outside.
         if isinstance(source, BroadcastWeights):
             self._groups.check(source.group_name)
-            sent = await call_abandonable(self._look_at_sent, source, thread_name=LOOK_THREAD)
+            sent = await call_abandonable(self._check_sent, source, thread_name=CHECK_THREAD)
             return _SentReplacement(sent, self._groups, source.group_name, self._compute)
-        found = await call_abandonable(self._look, source, thread_name=LOOK_THREAD)
+        found = await call_abandonable(self._read, source, thread_name=CHECK_THREAD)
         return _ThreadedReplacement(found, self._compute)
 
     async def join_group(self, group: WeightGroup) -> None:
-        await call_abandonable(self._groups.join, group, thread_name=LOOK_THREAD)
+        await call_abandonable(self._groups.join, group, thread_name=CHECK_THREAD)
 
     async def leave_group(self, name: str) -> None:
-        await call_abandonable(self._groups.leave, name, thread_name=LOOK_THREAD)
+        await call_abandonable(self._groups.leave, name, thread_name=CHECK_THREAD)
 
 
 class _SentReplacement:
@@ -138,7 +138,7 @@ class _SentReplacement:
         try:
             for name, shape, dtype in self._weights.forms:
                 values = await call_abandonable(
-                    self._groups.receive, self._group_name, shape, dtype, thread_name=LOOK_THREAD
+                    self._groups.receive, self._group_name, shape, dtype, thread_name=CHECK_THREAD
                 )
                 await self._compute.run(self._weights.put, name, values)
         finally:

@@ -30,7 +30,7 @@ from trioserve.contracts.step import StepPlan
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
 from trioserve.engine.engine_metrics import WHOLE, RequestMetrics, TokenTimings
-from trioserve.engine.lifecycle.core_delivery import CoreDelivery, WatchesCancels
+from trioserve.engine.lifecycle.core_delivery import CancelWatch, CoreDelivery
 from trioserve.engine.lifecycle.request_scope import ScopeState
 from trioserve.engine.lifecycle.step_times import StepWatch
 from trioserve.engine.open_request import Choice, OpenRequest
@@ -62,7 +62,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         *,
         wake: Callable[[], None],
         step_watch: StepWatch | None = None,
-        cancels: WatchesCancels[OpenRequest] | None = None,
+        cancels: CancelWatch[OpenRequest] | None = None,
         weight_version: str | None = None,
     ) -> None:
         self._timings = TokenTimings(metrics)
@@ -114,7 +114,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             return False
         first, *others = choices
         now = trio.current_time()
-        request.is_hold_kept = request.is_given_away = True
+        request.is_hold_kept = request.is_handed_over = True
         request.kv_transfer = request.kv_transfer or KVTransferParams(do_remote_decode=True)
         # The reader gets one last delta, that of the first choice. It reports the end of all choices.
         for choice in others:
@@ -124,7 +124,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         for choice in others:
             if (finished := aborted[choice.sequence_id].finished) is not None:
                 del self._cancelled[choice.sequence_id]
-                self._let_go(finished, now, FinishReason.ABORT)
+                self._note_sequence_end(finished, now, FinishReason.ABORT)
         ended = self._core.abort([first.sequence_id], FinishReason.HANDED_OVER, now=now)[first.sequence_id].finished
         if ended is not None:
             self._on_finished(ended, None, now)
@@ -165,11 +165,11 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
 
     # --- after a fault of the engine ---
 
-    def give_up(self) -> list[Choice]:
-        """Forget all sequences and holds, because the core has broken. See `CoreDelivery.give_up`."""
-        choices = super().give_up()
+    def abandon(self) -> list[Choice]:
+        """Forget all sequences and holds, because the core has broken. See `CoreDelivery.abandon`."""
+        choices = super().abandon()
         for choice in choices:
-            if choice.request.is_given_away and not choice.is_ended and choice.request.scope is not ScopeState.LEFT:
+            if choice.request.is_handed_over and not choice.is_ended and choice.request.scope is not ScopeState.LEFT:
                 # This choice would have ended with the step that broke. The other choices have ended already.
                 choice.request.push_end(choice, FinishReason.HANDED_OVER)
         held, self._held = self._held, {}
@@ -227,7 +227,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         has_reader = not self._is_cancelled(event, now)
         if has_reader:
             reason = self._push_core_end(self._choices[event.request_id], event, ready, now)
-        self._let_go(event, now, reason, has_reader=has_reader)
+        self._note_sequence_end(event, now, reason, has_reader=has_reader)
 
     def _push_core_end(
         self, choice: Choice, event: RequestFinished, ready: TokensReady | None, now: float
@@ -293,7 +293,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
                 # A step that was planned ahead still computes this sequence.
                 self._cancelled[choice.sequence_id] = None
             else:
-                self._let_go(finished, now, delta.finish_reason)
+                self._note_sequence_end(finished, now, delta.finish_reason)
         if finished is not None and finished.kv_transfer is not None and delta.finish_reason in WHOLE:
             delta = msgspec.structs.replace(delta, kv_transfer=finished.kv_transfer)
         return delta
@@ -304,7 +304,9 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         if choice.index == 0 and len(request.prompt_logprobs or ()) < len(request.prompt_token_ids):
             request.prompt_logprobs = (request.prompt_logprobs or ()) + event.logprobs
 
-    def _let_go(self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True) -> None:
+    def _note_sequence_end(
+        self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True
+    ) -> None:
         """Process the end of a sequence in the core. The blocks of the sequence are free, unless a connector holds
         them.
 
@@ -321,7 +323,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         if is_held:
             request.trace.held()
         request.note_cached(choice, event.cached_token_count)
-        super()._let_go(event, now, reason, has_reader=has_reader)
+        super()._note_sequence_end(event, now, reason, has_reader=has_reader)
         if is_held:
             choice.is_held, choice.held_since = True, now
             self._held[event.request_id] = choice

@@ -278,7 +278,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         self._check_may_pause(kept)
         retracts = mode == "retract" or (to_bool("clear_cache", clear_cache) and mode == "keep")
         if retracts or clear_cache:
-            self._pausing.when_at_rest(lambda: self._give_back(retracts=retracts, forgets=clear_cache))
+            self._pausing.when_at_rest(lambda: self._free_blocks(retracts=retracts, forgets=clear_cache))
         await super().pause_generation(kept)
 
     def reset_prefix_cache(self, *, retract: bool = False) -> None:
@@ -293,11 +293,11 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             InvalidRequest: `retract` is True, and the engine computes.
         """
         self._own_run.check("engine.reset_prefix_cache")
-        if to_bool("retract", retract) and not (self.is_paused and self._give_back(retracts=True, forgets=True)):
+        if to_bool("retract", retract) and not (self.is_paused and self._free_blocks(retracts=True, forgets=True)):
             raise InvalidRequest("the engine computes: pause it before you reset the cache with retract")
         self._core.forget_prefixes()
 
-    def _give_back(self, *, retracts: bool, forgets: bool) -> bool:
+    def _free_blocks(self, *, retracts: bool, forgets: bool) -> bool:
         """Free blocks if no step is in flight. Return False if a step is in flight."""
         if self._core.flights:
             return False

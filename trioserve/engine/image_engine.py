@@ -157,7 +157,7 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
                     choice.request.push_whole(choice)
                 elif has_reader:
                     choice.request.push_end(choice, event.reason, event.message)
-                self._let_go(event, now, event.reason, has_reader=has_reader)
+                self._note_sequence_end(event, now, event.reason, has_reader=has_reader)
 
     def _on_step(self, choice: ImageChoice, event: StepDone, now: float) -> None:
         if event.steps_done <= choice.steps_done:
@@ -221,24 +221,24 @@ class ImageWork:
 
     def continued(self) -> Callable[[ImageChoice], IterativeRequest | None]:
         # No latent needs to be saved, because the seed and the steps reproduce it.
-        return lambda choice: choice.asked
+        return lambda choice: choice.core_request
 
     # --- the stages of a request ---
 
     def check(self, request: OpenImage) -> None:
-        request.wanted = self._preparation.wanted(request.prompt, request.params, priority=request.priority)
+        request.spec = self._preparation.spec(request.prompt, request.params, priority=request.priority)
 
     def begin(self, request: OpenImage, *, is_waiting: bool) -> list[ImageChoice]:
         request.trace = self._trace(request)
         if is_waiting:
-            self._make_way(request)
+            self._lend_lease(request)
         return [self._new_choice(request, index) for index in range(request.sequence_count)]
 
     def _new_choice(self, request: OpenImage, index: int) -> ImageChoice:
         self._parts_total += 1
         return ImageChoice(request, index, RequestId(f"{request.id}#{self._parts_total}"))
 
-    def _make_way(self, request: OpenImage) -> None:
+    def _lend_lease(self, request: OpenImage) -> None:
         """Lend an additional lease to a request that can preempt a running request with a higher priority number.
 
         Without this lease, the request would wait in the queue until another request has ended.
@@ -250,13 +250,13 @@ class ImageWork:
         pass  # `check` has prepared everything, and the model itself encodes the prompt.
 
     def sequences(self, request: OpenImage) -> Sequence[tuple[ImageChoice, IterativeRequest]]:
-        asked = []
+        spec, requests = request.spec, []
         for choice in request.choices:
             if not choice.is_ended:
                 seed = request.seeds[choice.index]
-                choice.asked = request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
-                asked.append((choice, choice.asked))
-        return asked
+                choice.core_request = spec.core_request(choice.sequence_id, seed=seed, priority=request.priority)
+                requests.append((choice, choice.core_request))
+        return requests
 
     def release(self, request: OpenImage) -> None:
         pass  # A request for images acquires nothing outside of the core.
@@ -264,7 +264,7 @@ class ImageWork:
     def keeps_hold(self, request: OpenImage) -> bool:
         return False
 
-    def gives_away(self, request: OpenImage) -> bool:
+    def try_hand_over(self, request: OpenImage) -> bool:
         return False
 
     def use_weights(self, version: str | None, *, recomputes: bool = False) -> None:
@@ -286,7 +286,7 @@ class ImageWork:
     def note_leaving(self) -> None:
         pass  # Image engines have no subscribers.
 
-    def note_over(self) -> None:
+    def note_stopped(self) -> None:
         pass  # Image engines have no subscribers.
 
     def show(self, stats: IterativeStats) -> int:
@@ -332,12 +332,12 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
     @property
     def step_count(self) -> int:
         """Number of denoising steps of each image. Available after entering."""
-        return self._request.wanted.step_count
+        return self._request.spec.step_count
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height of each image. Available after entering."""
-        task = self._request.wanted.task
+        task = self._request.spec.task
         return task.width, task.height
 
 

@@ -37,7 +37,7 @@ from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.metric import HistogramWindow
 from trioserve.metrics.registry import Metrics
 
-__all__ = ["EngineLook", "LiveFeed"]
+__all__ = ["EngineStatus", "LiveFeed"]
 
 STEPS_SECONDS = 1.0  # Step durations are summed over this period.
 GAUGES_SECONDS = 1.0  # Number of seconds between two refreshes of the gauges.
@@ -62,7 +62,7 @@ OUTCOMES = {
 }
 
 
-class EngineLook(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State that the engine itself adds to a snapshot.
 
     Attributes:
@@ -131,7 +131,7 @@ class LiveFeed:
         kept_holds: requests whose scope has ended, but whose blocks are held.
         metrics: registry of the engine's metrics.
         step_times: times of the engine's steps.
-        look: returns the engine's state that is not in the core or the requests, see EngineLook.
+        status: returns the engine's state that is not in the core or the requests, see EngineStatus.
         started_at: time at which the engine started, in seconds of Trio's clock.
 
     Attributes:
@@ -145,7 +145,7 @@ class LiveFeed:
         kept_holds: RequestsById[OpenRequest],
         metrics: Metrics,
         step_times: StepTimes,
-        look: Callable[[], EngineLook],
+        status: Callable[[], EngineStatus],
         started_at: float,
     ) -> None:
         self.leaving = trio.Event()
@@ -154,7 +154,7 @@ class LiveFeed:
         self._kept_holds = kept_holds
         self._metrics = metrics
         self._step_times = step_times
-        self._look = look
+        self._status = status
         self._started_at = started_at
         self._watchers = Watchers(self._forget_all)
         self._watched: dict[OpenRequest, _Watched] = {}
@@ -262,7 +262,7 @@ class LiveFeed:
                 round((tokens - before) / interval_seconds, 3),
                 *ttft.take(SHARES),
                 *itl.take(SHARES),
-                stats.waiting_count + self._look().preparing_count,
+                stats.waiting_count + self._status().preparing_count,
                 stats.running_count,
                 round(stats.kv_usage, 4),
             ]
@@ -278,9 +278,9 @@ class LiveFeed:
             sees_counts: True to include counts over the requests of all users, and the state of each block.
         """
         now = trio.current_time()
-        look = self._look()
+        status = self._status()
         requests, request_count = self._shown_requests(owner, now)
-        stats = self._stats(look, now)
+        stats = self._stats(status, now)
         core = self._core
         return PageSnapshot(
             now=round(now, 3),
@@ -293,9 +293,9 @@ class LiveFeed:
                 max_model_len=core.settings.context_tokens_max,
                 block_size=core.settings.block_size,
                 block_count=core.settings.block_count,
-                role=look.role,
-                is_draining=look.is_draining,
-                restarts=look.restarts,
+                role=status.role,
+                is_draining=status.is_draining,
+                restarts=status.restarts,
                 sees="all" if owner is None else "own",
                 started_at=_moment(self._started_at),
             ),
@@ -305,7 +305,7 @@ class LiveFeed:
             stats=stats if sees_counts else {name: stats[name] for name in stats if name.startswith("blocks_")},
             steps=self._steps(now) if sees_counts else None,
             history=self._history.shown() if self._history is not None and sees_counts else None,
-            transfers=self._transfers(look) if sees_counts else None,
+            transfers=self._transfers(status) if sees_counts else None,
         )
 
     def _shown_requests(self, owner: str | None, now: float) -> tuple[dict[str, RequestShown], int]:
@@ -403,14 +403,14 @@ class LiveFeed:
         until = max((hold.deadline for hold in holds if hold is not None), default=None)
         return list(blocks), _moment(until)
 
-    def _stats(self, look: EngineLook, now: float) -> dict[str, float]:
+    def _stats(self, status: EngineStatus, now: float) -> dict[str, float]:
         stats, metrics = self._core.stats(), self._metrics
         if now - self._gauges_at >= GAUGES_SECONDS:
             self._gauges_at = now
             metrics.refresh()
         return {
             "running": stats.running_count,
-            "waiting": stats.waiting_count + look.preparing_count,
+            "waiting": stats.waiting_count + status.preparing_count,
             "blocks_free": stats.blocks_free,
             "blocks_cached": stats.blocks_cached,
             "blocks_used": stats.blocks_used,
@@ -451,13 +451,13 @@ class LiveFeed:
             deliver_seconds=deliver,
         )
 
-    def _transfers(self, look: EngineLook) -> dict[str, object] | None:
+    def _transfers(self, status: EngineStatus) -> dict[str, object] | None:
         """Return counts of KV transfers. None if the engine has no connector."""
         if self._connector is None:
             return None
         stats = self._core.stats()
         return {
-            "holds": look.held_count,
+            "holds": status.held_count,
             "loads_waiting": stats.remote_kv_count,
             "holds_refused_total": stats.holds_refused_total,
             "loaded_tokens_total": stats.loaded_tokens_total,

@@ -43,7 +43,7 @@ __all__ = [
     "OPERATION",
     "OpenImage",
     "SpannedImage",
-    "WantedImage",
+    "ImageSpec",
     "image_attributes",
     "merge",
     "view_of",
@@ -55,7 +55,7 @@ NAMED_MAX = 5  # An error message lists at most this many classes.
 INDEX_DIGITS_MAX = 18  # Python refuses to parse a number with thousands of digits.
 
 
-class WantedImage(msgspec.Struct, frozen=True, kw_only=True):
+class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Description of each image of a request, without its seed.
 
     Attributes:
@@ -74,7 +74,7 @@ class WantedImage(msgspec.Struct, frozen=True, kw_only=True):
     work: int
     encode_work: int
 
-    def asked(self, id: RequestId, *, seed: int, priority: int) -> IterativeRequest:
+    def core_request(self, id: RequestId, *, seed: int, priority: int) -> IterativeRequest:
         """Return the core's request for one image.
 
         Args:
@@ -117,7 +117,7 @@ class ImagePreparation:
             for synonym in name.split(","):
                 self._classes.setdefault(_plain(synonym), index)
 
-    def wanted(self, prompt: str, params: ImageParams, *, priority: int) -> WantedImage:
+    def spec(self, prompt: str, params: ImageParams, *, priority: int) -> ImageSpec:
         """Describe the images of a request.
 
         Args:
@@ -157,7 +157,7 @@ class ImagePreparation:
             image=params.image,
             mask=params.mask,
         )
-        return WantedImage(
+        return ImageSpec(
             task=task,
             step_count=step_count,
             is_guided=is_guided,
@@ -326,17 +326,17 @@ class ImageChoice(RequestPart["OpenImage"]):
         sequence_id: id of the image in the core.
 
     Attributes:
-        asked: the core's request for the image. None until the request is prepared.
+        core_request: the core's request for the image. None until the request is prepared.
         steps_done: denoising steps whose progress was delivered.
         image: the complete image. It is set shortly before the image ends.
         first_shown_at: time at which the first partial or complete image was delivered. None: none was delivered yet.
     """
 
-    __slots__ = ("asked", "first_shown_at", "image", "steps_done")
+    __slots__ = ("core_request", "first_shown_at", "image", "steps_done")
 
     def __init__(self, request: OpenImage, index: int, sequence_id: RequestId) -> None:
         super().__init__(request, index, sequence_id)
-        self.asked: IterativeRequest | None = None
+        self.core_request: IterativeRequest | None = None
         self.steps_done = 0
         self.image: RGBImage | None = None
         self.first_shown_at: float | None = None
@@ -361,10 +361,10 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
         part_of: parent span of the request's trace.
 
     Attributes:
-        wanted: description of the images. It is derived from `prompt` and `params` when the request is entered.
+        spec: description of the images. It is derived from `prompt` and `params` when the request is entered.
     """
 
-    wanted: WantedImage
+    spec: ImageSpec
 
     def __init__(
         self,
@@ -406,7 +406,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
             image: a partial result. None: the delta has no image.
         """
         return ImageDelta(
-            index=choice.index, steps_done=choice.steps_done, step_count=self.wanted.step_count, image=image
+            index=choice.index, steps_done=choice.steps_done, step_count=self.spec.step_count, image=image
         )
 
     def push_whole(self, choice: ImageChoice) -> None:
@@ -421,7 +421,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
             ImageDelta(
                 index=choice.index,
                 steps_done=choice.steps_done,
-                step_count=self.wanted.step_count,
+                step_count=self.spec.step_count,
                 image=choice.image,
                 finish_reason=FinishReason.STOP,
             )
@@ -437,7 +437,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
             ImageDelta(
                 index=choice.index,
                 steps_done=choice.steps_done,
-                step_count=self.wanted.step_count,
+                step_count=self.spec.step_count,
                 finish_reason=reason,
                 message=message,
                 stop_reason=stop_reason,
@@ -486,7 +486,7 @@ def view_of(request: OpenImage, lives: Sequence[LiveIteration | None], now: floa
         age_seconds=now - request.entered_at,
         image_count=request.sequence_count,
         steps_done=sum(choice.steps_done for choice in request.choices),
-        step_count=request.wanted.step_count * request.sequence_count,
+        step_count=request.spec.step_count * request.sequence_count,
         slot_count=sum((live.slot is not None) + (live.kept_slot is not None) for live in living),
     )
 
@@ -524,13 +524,13 @@ def image_attributes(request: OpenImage) -> Attributes:
     """Return the options of a request as trace attributes. The prompt is never included, because it is the caller's
     text.
     """
-    task = request.wanted.task
+    task = request.spec.task
     return {
         "gen_ai.output.type": "image",
         "gen_ai.request.choice.count": request.sequence_count,
         "trioserve.image.width": task.width,
         "trioserve.image.height": task.height,
-        "trioserve.image.steps": request.wanted.step_count,
+        "trioserve.image.steps": request.spec.step_count,
         "trioserve.image.guidance": task.guidance,
         "trioserve.image.sampler": task.sampler,
     }

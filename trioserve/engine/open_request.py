@@ -31,7 +31,7 @@ from trioserve.core.adapters import AdapterLease
 from trioserve.core.encoder_outputs import OutputClaim
 from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.engine.lifecycle.request_scope import RequestPart, RequestScope
-from trioserve.engine.resumed_output import GivenOutput, ResumedChoice
+from trioserve.engine.resumed_output import DeliveredOutput, ResumedChoice
 from trioserve.engine.sessions import LiveSession, SessionName
 from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput, merge
@@ -121,7 +121,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         adapter_digest: digest of the adapter that the request uses or has used. None: no adapter.
         weight_version: version of the weights that compute the next token. None: the engine's first weights.
         is_hold_kept: True if held blocks stay held after the scope has ended.
-        is_given_away: True if the request ends with the step in flight, because another engine resumes it.
+        is_handed_over: True if the request ends with the step in flight, because another engine resumes it.
         known: deltas of the earlier part of a resumed response. They are set after entering.
         output_claim: claim on the memory of image embeddings.
         guides: compiled grammars. None: the request has no grammar, or the compilation has not finished.
@@ -173,7 +173,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.weight_version: str | None = None
         self.kv_transfer = kv_transfer
         self.is_hold_kept = False
-        self.is_given_away = False
+        self.is_handed_over = False
         self.sampling = sampling
         self.cache_salt = cache_salt
         self.add_special_tokens = add_special_tokens
@@ -196,9 +196,9 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         # If the log probabilities of the first tokens are unknown, none are stored for the later tokens.
         has_logprobs = keep_logprobs and sampling.logprobs is not None
         self._keeps_logprobs = has_logprobs and (resume is None or resume.logprobs is not None)
-        self._given: dict[int, GivenOutput] = {}  # Output that the reader has received, by choice.
+        self._given: dict[int, DeliveredOutput] = {}  # Output that the reader has received, by choice.
         if resume is not None:
-            self._given = {index: self._given_before(resume, index) for index in range(len(resume.token_ids))}
+            self._given = {index: self._delivered_before(resume, index) for index in range(len(resume.token_ids))}
         self._released: trio.Event | None = None  # Set while a task waits for the release of held blocks.
 
     @property
@@ -293,13 +293,13 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
     def note_read(self, delta: Delta) -> None:
         given = self._given.get(delta.index)
         if given is None or given.keeps or delta.weight_versions or delta.finish_reason is not None:
-            self._given_to(delta.index).take(delta)
+            self._delivered_to(delta.index).take(delta)
         else:  # Same effect without a function call, for nearly all deltas.
             given.token_ids += delta.token_ids
 
     def resume_state(self) -> Resume:
         """See `RequestStream.resume_state`."""
-        return self._resume_after([self._given_to(index).with_next(None) for index in range(self.choice_count)])
+        return self._resume_after([self._delivered_to(index).with_next(None) for index in range(self.choice_count)])
 
     def weight_versions_of(self, index: int) -> WeightVersions:
         """See `RequestStream.weight_versions`.
@@ -315,7 +315,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         output.
         """
         choices = [
-            self._given_to(index).with_next(join_unread(self._pending.get(index), merge))
+            self._delivered_to(index).with_next(join_unread(self._pending.get(index), merge))
             for index in range(self.choice_count)
         ]
         return Partial(choices=tuple(choices), resume=self._resume_after(choices))
@@ -332,14 +332,14 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             weight_versions=tuple(choice.weight_versions for choice in choices) if has_versions else None,
         )
 
-    def _given_to(self, index: int) -> GivenOutput:
+    def _delivered_to(self, index: int) -> DeliveredOutput:
         given = self._given.get(index)
         if given is None:
-            given = self._given[index] = GivenOutput(logprobs=() if self._keeps_logprobs else None)
+            given = self._given[index] = DeliveredOutput(logprobs=() if self._keeps_logprobs else None)
         return given
 
-    def _given_before(self, resume: Resume, index: int) -> GivenOutput:
-        return GivenOutput(
+    def _delivered_before(self, resume: Resume, index: int) -> DeliveredOutput:
+        return DeliveredOutput(
             resume.token_ids[index],
             logprobs=resume.logprobs[index] if self._keeps_logprobs and resume.logprobs is not None else None,
             weight_versions=() if resume.weight_versions is None else resume.weight_versions[index],
@@ -421,7 +421,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             choice.guide = known.guide
             choice.is_ended = known.is_finished
             if known.is_finished:
-                self._given_to(choice.index).finish_reason = known.deltas[-1].finish_reason
+                self._delivered_to(choice.index).finish_reason = known.deltas[-1].finish_reason
         self.known = tuple(delta for known in choices for delta in known.deltas)
         if self.is_finished:
             self._begun.set()

@@ -1,6 +1,6 @@
 """The output that the reader of a request has: delivered output, and the known output of a resumed request.
 
-`GivenOutput` contains everything that is needed to resume a choice after its delivered output. To resume, the known
+`DeliveredOutput` contains everything that is needed to resume a choice after its delivered output. To resume, the known
 tokens are replayed one by one, as if each had just been sampled. The deltas of the replay are not sent to the reader.
 """
 
@@ -22,10 +22,17 @@ from trioserve.text.output import ChoiceOutput
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["GivenOutput", "RESUMED_TOKENS_MAX", "REPLAY_CHARACTERS", "ResumedChoice", "ResumedOutput", "checked_resume"]
+__all__ = [
+    "DeliveredOutput",
+    "RESUMED_TOKENS_MAX",
+    "REPLAY_CHARACTERS",
+    "ResumedChoice",
+    "ResumedOutput",
+    "checked_resume",
+]
 
 
-class GivenOutput:
+class DeliveredOutput:
     """Collects the deltas of a choice that the reader has received.
 
     Args:
@@ -79,7 +86,7 @@ class GivenOutput:
         """
         given = self
         if delta is not None:
-            given = GivenOutput(
+            given = DeliveredOutput(
                 tuple(self.token_ids),
                 logprobs=None if self.logprobs is None else tuple(self.logprobs),
                 weight_versions=self.weight_versions,

@@ -278,7 +278,7 @@ class SessionRequest(OpenRequest):
             parts = self._parser.feed(delta.text) + (self._parser.end() if is_whole else [])
             self._response.take(filter(self._is_kept, parts))
         if is_whole:
-            self._conversation.take(self, self._given_to(0).token_ids, self._response)
+            self._conversation.take(self, self._delivered_to(0).token_ids, self._response)
             if self._response.calls and self.turn_of is not None:
                 self.turn_of.await_tools([call.name for call in self._response.calls])
 

@@ -216,7 +216,7 @@ class MaskBuffers:
         rows.begin(guided, row_count)
         return rows
 
-    def give_back(self, rows: MaskRows) -> None:
+    def release_rows(self, rows: MaskRows) -> None:
         rows.is_over = True
         self._leaving.append(rows)
         self._sweep()
@@ -246,7 +246,7 @@ class MasksAtOnce:
 
     def end(self, masks: TokenMasks) -> None:
         assert isinstance(masks, MaskRows)
-        self._buffers.give_back(masks)
+        self._buffers.release_rows(masks)
 
 
 @uninterrupted
@@ -289,7 +289,7 @@ class MaskThread:
 
     def end(self, masks: TokenMasks) -> None:
         assert isinstance(masks, MaskRows)
-        self._buffers.give_back(masks)
+        self._buffers.release_rows(masks)
 
     def _work(self) -> None:
         while (rows := self._jobs.get()) is not None:

@@ -39,7 +39,7 @@ from trioserve.engine.lifecycle.request_trace import (
 )
 from trioserve.engine.lifecycle.step_times import StepTimes
 from trioserve.engine.lifecycle.work import Guard, Host, NoSteps
-from trioserve.engine.live_feed import EngineLook, LiveFeed
+from trioserve.engine.live_feed import EngineStatus, LiveFeed
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.engine.pooling_request import PoolingRequest, check_can_be_pooled, check_can_generate, pooling_sequences
@@ -161,7 +161,7 @@ class TextWork:
             engine.kept_holds,
             self.metrics,
             self.step_times,
-            self._look,
+            self._status,
             trio.current_time(),
         )
 
@@ -285,8 +285,8 @@ class TextWork:
     def keeps_hold(self, request: OpenRequest) -> bool:
         return request.is_hold_kept and request.is_held
 
-    def gives_away(self, request: OpenRequest) -> bool:
-        if request.is_given_away:
+    def try_hand_over(self, request: OpenRequest) -> bool:
+        if request.is_handed_over:
             return True
         return request.is_resumable and not request.is_finished and self._delivery.hand_over(request)
 
@@ -340,7 +340,7 @@ class TextWork:
     def note_leaving(self) -> None:
         self.live_feed.leave()
 
-    def note_over(self) -> None:
+    def note_stopped(self) -> None:
         self.kv_limit.note_change()
         if self.kv_events is not None:
             self.kv_events.end()
@@ -349,8 +349,8 @@ class TextWork:
         self._gauges.show(stats, held_count=self._delivery.held_count)
         return stats.remote_kv_count
 
-    def _look(self) -> EngineLook:
-        return EngineLook(
+    def _status(self) -> EngineStatus:
+        return EngineStatus(
             is_draining=self._engine.draining,
             restarts=self._engine.restarts.taken_count,
             preparing_count=self._engine.preparing_count,

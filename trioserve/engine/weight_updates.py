@@ -166,7 +166,7 @@ class WeightUpdates:
         return self.shown_version if self._has_replaced else None
 
     @property
-    def is_under_way(self) -> bool:
+    def is_updating(self) -> bool:
         """True while an update in progress stops the steps."""
         return self._pausing.is_replacing and not self.is_half
 

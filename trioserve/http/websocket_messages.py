@@ -26,7 +26,7 @@ __all__ = [
     "MessageReader",
     "UnreadMessages",
     "accept_fields",
-    "asks_for_websocket",
+    "is_websocket_upgrade",
     "handshake_fault",
     "upgrade_fields",
 ]
@@ -292,7 +292,7 @@ KEY_BYTES = 16
 SUFFIX = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, 1.3 defines this text.
 
 
-def asks_for_websocket(method: str, http_version: str, headers: Headers) -> bool:
+def is_websocket_upgrade(method: str, http_version: str, headers: Headers) -> bool:
     """Return True if an HTTP/1.1 request asks to upgrade its connection to a websocket.
 
     Args:

@@ -130,7 +130,7 @@ class Fleet:
                 for member in self._members.values():
                     self._begin_watch(member)
                 task_status.started()
-                await self._look_for_silence()
+                await self._find_silent_responses()
         finally:
             self._nursery = None
             for member in self._members.values():
@@ -439,7 +439,7 @@ class Fleet:
     def _note_read(self) -> None:
         self._reads.set()
 
-    async def _look_for_silence(self) -> None:
+    async def _find_silent_responses(self) -> None:
         """Give up lost responses until cancelled. This includes endpoints that are being drained and are no longer
         checked.
         """

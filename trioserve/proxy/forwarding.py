@@ -290,7 +290,7 @@ def _routed(context: RouterContext, asked: AskedRequest, stream: Stream) -> Rout
     prompt_tokens = len(content) // 4 + 1
     # First check whether two endpoints exist for the request, because parsing the rest of the body costs time.
     is_disaggregated = (
-        prompt_tokens >= rules.disaggregated_prompt_tokens_min and context.services.fleet.dispatch.is_pair_there(model)
+        prompt_tokens >= rules.disaggregated_prompt_tokens_min and context.services.fleet.dispatch.has_pair(model)
     )
     return RoutedRequest(
         model=model,

@@ -18,8 +18,8 @@ from trioserve.api.ollama.answer import (
     OllamaChatLine,
     OllamaModel,
     OllamaModels,
+    OllamaReply,
     OllamaRunning,
-    OllamaSaid,
     OllamaTextLine,
     iso_time,
 )
@@ -298,7 +298,7 @@ async def set_keep_alive(context: RouterContext, hosted: str, body: RoutedBody) 
     models.unload(hosted)
     model, now = body.model or hosted, iso_time(int(time.time()))
     if path == "/api/chat":
-        said = OllamaSaid(role="assistant", content="")
+        said = OllamaReply(role="assistant", content="")
         line = OllamaChatLine(model=model, created_at=now, done=True, done_reason="unload", message=said)
         await context.respond_json(line)
     else:

@@ -316,7 +316,7 @@ class RemoteEndpoint:
             now: Time of Trio's clock.
         """
         for loss in self.watch.look(self._awaited, now):
-            self._awaited[loss.response].give_up(loss)
+            self._awaited[loss.response].abandon(loss)
             self.on_silent(loss.reason)
 
     def note_instance(self, response: AwaitedResponse) -> None:
@@ -387,7 +387,7 @@ class RemoteEndpoint:
         self._end(connection)
         connection.close()
 
-    def give_back(self, connection: _Connection) -> None:
+    def return_connection(self, connection: _Connection) -> None:
         """Return a connection after its request. The connection is kept for later requests if possible, and closed
         otherwise.
 
@@ -466,7 +466,7 @@ class RemoteRequest:
     def end(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._endpoint.give_back(connection)
+            self._endpoint.return_connection(connection)
 
     async def __aenter__(self) -> RemoteResponse:
         return await self.begin()
@@ -599,7 +599,7 @@ class _Connection:
         self.heard = self.heard or bool(data)
         self._reader.feed(data)
 
-    def give_up(self, loss: Loss) -> None:
+    def abandon(self, loss: Loss) -> None:
         """Close the connection. The reader of the response gets EndpointSilent."""
         self._loss = loss
         self.close()

@@ -26,7 +26,7 @@ from trioserve.ranks.link import wait_for_ranks
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 
-__all__ = ["PlacedRanks", "RankDoor", "RankNode", "RanksUpdate", "RanksWanted", "placed_ranks"]
+__all__ = ["PlacedRanks", "RankDoor", "RankNode", "RanksUpdate", "RanksRequest", "placed_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ STDERR_BYTES_MAX = 2000  # number of bytes that are kept from the end of the pro
 RECEIVE_BYTES = 65536
 
 
-class RanksWanted(msgspec.Struct, frozen=True, kw_only=True):
+class RanksRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The first line that the server sends to the Ray process.
 
     Attributes:
@@ -181,7 +181,7 @@ class PlacedRanks:
             await wait()
             nursery.cancel_scope.cancel()
 
-    async def _say(self, message: RanksWanted | RankDoor) -> None:
+    async def _say(self, message: RanksRequest | RankDoor) -> None:
         assert self._process.stdin is not None
         with suppress(trio.BrokenResourceError):  # The process has ended, and `_read` reports the reason.
             await self._process.stdin.send_all(msgspec.json.encode(message) + b"\n")
@@ -232,7 +232,7 @@ class PlacedRanks:
 
 
 @uninterrupted_context
-async def placed_ranks(wanted: RanksWanted, *, command: Sequence[str] | None = None) -> AsyncIterator[PlacedRanks]:
+async def placed_ranks(wanted: RanksRequest, *, command: Sequence[str] | None = None) -> AsyncIterator[PlacedRanks]:
     """Let Ray place ranks on nodes, and end the ranks at the end of the block.
 
     The wait for resources of the cluster has no time limit. The end of the block ends the ranks and releases their

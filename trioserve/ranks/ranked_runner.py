@@ -223,7 +223,7 @@ class StagePages:
 
 
 PART_BYTES = 2**20  # maximum bytes of a tensor that are forwarded at a time; this limits the unsent bytes of each rank
-LOOK_THREAD = "trioserve-weights"
+CHECK_THREAD = "trioserve-weights"
 
 
 class Ranks(Protocol):
@@ -290,10 +290,10 @@ class RankedWeights:
         return _found(await self._ranks.ask(make, may_leave=True, is_timed=False, is_beside=True))
 
     async def join_group(self, group: WeightGroup) -> None:
-        await call_abandonable(self._groups.join, group, thread_name=LOOK_THREAD)
+        await call_abandonable(self._groups.join, group, thread_name=CHECK_THREAD)
 
     async def leave_group(self, name: str) -> None:
-        await call_abandonable(self._groups.leave, name, thread_name=LOOK_THREAD)
+        await call_abandonable(self._groups.leave, name, thread_name=CHECK_THREAD)
 
 
 class _Stored:
@@ -343,7 +343,7 @@ class _Sent:
         try:
             for name, shape, dtype in zip(source.names, source.shapes, source.dtypes, strict=True):
                 values = await call_abandonable(
-                    self._groups.receive, group_name, shape, dtype_named(dtype), thread_name=LOOK_THREAD
+                    self._groups.receive, group_name, shape, dtype_named(dtype), thread_name=CHECK_THREAD
                 )
                 await self._put(name, values)
             self.state = ReplacementState.WHOLE

@@ -720,13 +720,13 @@ class RouterCore:
         """
         return self._disaggregation.will_be_disaggregated(request)
 
-    def is_pair_there(self, model: str) -> bool:
+    def has_pair(self, model: str) -> bool:
         """Return whether one endpoint may compute a prompt, and a different endpoint may compute the response.
 
         Args:
             model: model name.
         """
-        return self._fleet.is_pair_there(model)
+        return self._fleet.has_pair(model)
 
     # --- methods for the set of endpoints ---
 

@@ -218,7 +218,7 @@ class Endpoints:
                 count -= not ticket.has_token and id in ticket.failed_by
         return count > 0
 
-    def is_pair_there(self, model: str, tried: Collection[EndpointId] = ()) -> bool:
+    def has_pair(self, model: str, tried: Collection[EndpointId] = ()) -> bool:
         """Return whether one endpoint may compute a prompt, and a different endpoint may compute the response.
 
         Args:
@@ -236,7 +236,7 @@ class Endpoints:
             both -= Kind.PREFILL in kinds and Kind.DECODE in kinds
         return first > 0 and second > 0 and first + second - both > 1
 
-    def is_stage_there(self, ticket: Ticket) -> bool:
+    def has_stage_endpoint(self, ticket: Ticket) -> bool:
         """Return whether some endpoint may do the next stage of the request. Endpoints that failed the request do not
         count.
 

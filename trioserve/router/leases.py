@@ -162,7 +162,7 @@ class Disaggregation:
         Args:
             request: a request that has not entered.
         """
-        return request.can_be_disaggregated and request.pinned is None and self._endpoints.is_pair_there(request.model)
+        return request.can_be_disaggregated and request.pinned is None and self._endpoints.has_pair(request.model)
 
     def is_handover_full(self, model: str) -> bool:
         """Return whether so many requests wait for a decode endpoint that no further prompt may start.
@@ -183,11 +183,11 @@ class Disaggregation:
             queue = model.queues[stage]
             for line in queue.again.lines() if queue.again else ():
                 # All requests of a line failed at the same endpoints, so the result is the same for all of them.
-                is_there = self._is_next_stage_there(line[0])
+                is_there = self._has_next_stage(line[0])
                 for ticket in line:
                     if not is_there or (stage is Stage.DECODE and not ticket.is_held):
                         self._undo_split(ticket)
-            if queue.newcomers.count and not self._endpoints.is_pair_there(name):
+            if queue.newcomers.count and not self._endpoints.has_pair(name):
                 for ticket in sorted(queue.newcomers, key=lambda ticket: ticket.index):
                     self._undo_split(ticket)
 
@@ -202,10 +202,10 @@ class Disaggregation:
             ticket.pair_outcome = outcome
             self.outcomes_total[outcome] += 1
 
-    def _is_next_stage_there(self, ticket: Ticket) -> bool:
+    def _has_next_stage(self, ticket: Ticket) -> bool:
         if ticket.stage is Stage.PREFILL:
-            return self._endpoints.is_pair_there(ticket.request.model, ticket.tried)
-        return self._endpoints.is_stage_there(ticket)
+            return self._endpoints.has_pair(ticket.request.model, ticket.tried)
+        return self._endpoints.has_stage_endpoint(ticket)
 
     def _undo_split(self, ticket: Ticket) -> None:
         waits_again = ticket in self._queues.of(ticket).again

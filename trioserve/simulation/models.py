@@ -366,7 +366,7 @@ class ModelsBook:
             assert not model.is_pinned, f"{number} is pinned, and drains"
             first, rivals = self._first(), self._rivals_of(model)
             assert model.must_unload or any(
-                self._must_give_way(model, other) for other in (*rivals, *([first] if first else []))
+                self._must_yield(model, other) for other in (*rivals, *([first] if first else []))
             ), f"{number} drains before its turn ends"
             if not (model.must_unload or rivals):
                 self._check_least(number, model)
@@ -405,7 +405,7 @@ class ModelsBook:
                 return
             rivals = self._rivals_of(model)
             needing = [other for other in (*rivals, self._first()) if other is not None]
-            is_needed = any(model.is_idle or self._must_give_way(model, other) for other in needing)
+            is_needed = any(model.is_idle or self._must_yield(model, other) for other in needing)
             assert is_needed, f"{number} is unloaded without a reason"
             if not rivals:
                 self._check_least(number, model)
@@ -421,7 +421,7 @@ class ModelsBook:
             if other is first:
                 continue
             is_like = other.state in (LOADED, SLEEPING) and other.is_idle == model.is_idle and not other.is_pinned
-            if is_like and (model.is_idle or self._must_give_way(other, first)):
+            if is_like and (model.is_idle or self._must_yield(other, first)):
                 assert other.priority <= model.priority, f"{number} gives way before one of worse priority"
 
     def check_settled(self) -> None:
@@ -441,7 +441,7 @@ class ModelsBook:
                 assert model.must_unload or self._waiting(), f"{number} drains, but no other model waits"
         for waiting in self._waiting():
             for other in self._others_of(waiting):
-                may_go = other.state in (LOADED, SLEEPING) and (other.is_idle or self._must_give_way(other, waiting))
+                may_go = other.state in (LOADED, SLEEPING) and (other.is_idle or self._must_yield(other, waiting))
                 assert not may_go, "a model of the group of one that waits is not unloaded"
         first = self._first()
         if first is None and self._waiting():
@@ -461,7 +461,7 @@ class ModelsBook:
         for model in self.models:
             if model.state not in (LOADED, SLEEPING) or model is first:
                 continue
-            may_go = not model.is_pinned and (model.is_idle or self._must_give_way(model, first))
+            may_go = not model.is_pinned and (model.is_idle or self._must_yield(model, first))
             may_shrink = model.state is LOADED and not (model.is_pinned or model.is_fixed)
             may_leave += model.held_next if may_go else may_shrink * (model.held_next - model.size_min)
         assert lacking <= 0 or may_leave < lacking, "memory for the first model that waits is not freed"
@@ -503,7 +503,7 @@ class ModelsBook:
         is_under_way = model.state in (LOADING, WAKING) or (model.state is SLEEPING and model.held != model.held_next)
         return is_under_way and self._world.stall is not None and self.now >= model.progress_at + self._world.stall
 
-    def _must_give_way(self, model: ModelRecord, waiting: ModelRecord) -> bool:
+    def _must_yield(self, model: ModelRecord, waiting: ModelRecord) -> bool:
         """Return True if the turn of a busy model has ended for a model that waits."""
         if waiting.wanted_since is None:
             return False

@@ -39,7 +39,7 @@ from trioserve.testing.fake_weights import FakeCacheRelease, FakeWeightTarget, n
 from trioserve.testing.inline_work import InlineDecoder, InlineTexts
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
-from trioserve.testing.stepped_by_hand import ControlledSteps, GatedCore, InjectedFault, SteppedByHand
+from trioserve.testing.stepped_by_hand import ControlledSteps, GatedCore, InjectedFault, ManualSteps
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_parsers.registry import Leniency, ResponseFamilies
@@ -56,7 +56,7 @@ CONTEXT_TOKENS = 4096
 NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
 
 
-class FakeEngine(SteppedByHand[StepPlan], Engine):
+class FakeEngine(ManualSteps[StepPlan], Engine):
     """An Engine without weights, with additional controls for tests. `open_fake_engine` creates it.
 
     Attributes:
@@ -95,7 +95,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         self.image_decoder = InlineDecoder(image_limits or ImageLimits(), metrics)
         if tokenizer is None:
             tokenizer = byte_tokenizer(IMAGE_CHAT_TEMPLATE, has_images=True) if sees_images else byte_tokenizer()
-        self._look_into(parts)
+        self._inspect(parts)
         core = self.core
         # The steps of some simulations are too small for a tile.
         is_bidirectional = core.settings.whole_tokens_max >= FAKE_IMAGES.tile_tokens
@@ -144,10 +144,10 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         )
 
     def reopen(self, parts: EngineParts) -> None:
-        self._look_into(parts)
+        self._inspect(parts)
         super().reopen(parts)
 
-    def _look_into(self, parts: EngineParts) -> None:
+    def _inspect(self, parts: EngineParts) -> None:
         core, steps = parts.core, parts.steps
         assert isinstance(core, GatedCore)
         assert isinstance(steps, ControlledSteps)

@@ -39,7 +39,7 @@ from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.accounting import WATCH, assert_all_free
 from trioserve.testing.fake_weights import FakeCacheRelease, next_own_seed, options_named
 from trioserve.testing.invariants import check_iterative_idle
-from trioserve.testing.stepped_by_hand import ControlledSteps, GatedImageCore, InjectedFault, SteppedByHand
+from trioserve.testing.stepped_by_hand import ControlledSteps, GatedImageCore, InjectedFault, ManualSteps
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.own_run import opened_once
 
@@ -218,7 +218,7 @@ FAKE_IMAGE_MODEL = ImageModelDescription(
 FAKE_CLASSES = ("zero", "one", "two", "three", "four")
 
 
-class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
+class FakeImageEngine(ManualSteps[IterativePlan], ImageEngine):
     """An ImageEngine without weights, with additional controls for tests. `open_fake_image_engine` creates it.
 
     Attributes:
@@ -234,7 +234,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
     def __init__(
         self, parts: ImageParts, settings: EngineSettings, model: ImageModelDescription, limits: ImageRequestLimits
     ) -> None:
-        self._look_into(parts)
+        self._inspect(parts)
         super().__init__(
             model=model,
             core=parts.core,
@@ -247,10 +247,10 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
         )
 
     def reopen(self, parts: ImageParts) -> None:
-        self._look_into(parts)
+        self._inspect(parts)
         super().reopen(parts)
 
-    def _look_into(self, parts: ImageParts) -> None:
+    def _inspect(self, parts: ImageParts) -> None:
         assert isinstance(parts.core, GatedImageCore)
         assert isinstance(parts.steps, ControlledSteps)
         assert isinstance(parts.steps.executor, FakeImageExecutor)
@@ -282,7 +282,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
         """
         (request,) = [request for request in self.requests.of(stream.id) if request.seeds == stream.seeds]
         asked = [
-            request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
+            request.spec.core_request(choice.sequence_id, seed=seed, priority=request.priority)
             for choice, seed in zip(request.choices, request.seeds, strict=True)
         ]
         return [image_after(task, task.step_count if steps_done is None else steps_done) for task in asked]

@@ -416,7 +416,7 @@ class ScriptedEndpoint:
         is_well: if False, health requests get status 503.
         is_silent: if True, the endpoint answers no requests by itself.
         unready_reason: reason in the response to /ready, with status 503. None if the endpoint is ready.
-        gives_away: if True, the endpoint hands over a stream when the router requests this. Servers of other projects
+        hands_over: if True, the endpoint hands over a stream when the router requests this. Servers of other projects
             do not.
         is_vllm: if True, the endpoint reports its load as vLLM does.
         params: kv_transfer_params of held blocks.
@@ -431,7 +431,7 @@ class ScriptedEndpoint:
         self.is_well = True
         self.is_silent = False
         self.unready_reason: str | None = None
-        self.gives_away = False
+        self.hands_over = False
         self.is_vllm = False
         self.params: dict[str, object] = {
             "do_remote_prefill": True,
@@ -495,7 +495,7 @@ class ScriptedEndpoint:
         id = asked.path.removesuffix(HAND_OVER_SUFFIX).rsplit("/", 1)[1]
         found = [ask for ask in self.open if ask.headers["x-request-id"] == id]
         if not (
-            self.gives_away and found and asked.headers.get("authorization") == found[0].headers.get("authorization")
+            self.hands_over and found and asked.headers.get("authorization") == found[0].headers.get("authorization")
         ):
             asked.refuse(404)
             return

@@ -24,7 +24,7 @@ from trioserve.core.settings import CoreSettings, IterativeSettings
 from trioserve.engine.lifecycle.engine_loop import AnyPlan, ComputesPlans
 from trioserve.engine.lifecycle.request_scope import RequestsById
 
-__all__ = ["ControlledSteps", "GatedCore", "GatedImageCore", "GatedSteps", "InjectedFault", "SteppedByHand"]
+__all__ = ["ControlledSteps", "GatedCore", "GatedImageCore", "GatedSteps", "InjectedFault", "ManualSteps"]
 
 Plan = TypeVar("Plan", bound=AnyPlan)
 Result = TypeVar("Result")
@@ -192,7 +192,7 @@ class FailsRequests(Protocol):
     errors: dict[RequestId, str]
 
 
-class SteppedByHand(Generic[Plan]):
+class ManualSteps(Generic[Plan]):
     """Mixin that lets a test control an engine's steps. It must be the first base class, before the engine.
 
     Attributes:
@@ -287,13 +287,13 @@ class SteppedByHand(Generic[Plan]):
                 await wait_all_tasks_blocked()
             plan = self.steps.plan
         except BaseException:
-            self._give_up_step()
+            self._abandon_step()
             raise
         if plan is None:
-            self._give_up_step()
+            self._abandon_step()
         return plan
 
-    def _give_up_step(self) -> None:
+    def _abandon_step(self) -> None:
         self.core.take_back_step()
         self.steps.release()
 

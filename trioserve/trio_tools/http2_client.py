@@ -178,7 +178,7 @@ class Http2ClientProtocol:
             byte_count, stream.withheld_bytes = stream.withheld_bytes, None
             self._h2.acknowledge_received_data(byte_count, number)
 
-    def say_goaway(self) -> None:
+    def send_goaway(self) -> None:
         """Send GOAWAY. Running requests continue: a GOAWAY of a client concerns only streams that the server opened,
         and the server opens none.
         """

@@ -24,7 +24,7 @@ def wanted_of(prompt: str = "a cat", params: ImageParams | None = None, limits=N
     """Prepare an image request, and return the description of its images."""
     model = model_of(**changes)
     preparation = ImagePreparation(model, limits or ImageRequestLimits(), step_work_max=8)
-    return preparation.wanted(prompt, params or ImageParams(), priority=0)
+    return preparation.spec(prompt, params or ImageParams(), priority=0)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_operator_limit_of_pixels_is_enforced():
     ("prompt", "expect"), [("two", 2), (" TWO ", 2), ("3", 3), ("0", 0), ("Shetland  sheepdog", 5), ("7", 6)]
 )
 def test_image_class_may_be_given_by_name_or_index(prompt, expect):
-    wanted = wanted_of(prompt, **{**OF_CLASSES, "classes": (*FAKE_CLASSES, "Shetland sheepdog", "7")})
-    assert wanted.task.prompt == expect
+    spec = wanted_of(prompt, **{**OF_CLASSES, "classes": (*FAKE_CLASSES, "Shetland sheepdog", "7")})
+    assert spec.task.prompt == expect
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_default_steps_stay_within_the_operators_limit():
 def test_encoding_the_image_of_an_edit_costs_as_much_as_decoding():
     assert wanted_of().encode_work == FAKE_IMAGE_MODEL.encode_work
     image = RGBImage(32, 32, bytes(3 * 32 * 32))
-    wanted = wanted_of(params=ImageParams(image=image))
-    assert wanted.encode_work == wanted.work == 4
+    spec = wanted_of(params=ImageParams(image=image))
+    assert spec.encode_work == spec.work == 4
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ async def test_priority_out_of_range_is_refused(priority, autojump_clock):
 
 
 def test_missing_options_use_the_models_defaults():
-    wanted = wanted_of()
-    task = wanted.task
+    spec = wanted_of()
+    task = spec.task
     assert (task.width, task.height, task.step_count, task.guidance, task.sampler) == (16, 16, 4, 1.0, "euler")
-    assert (wanted.step_count, wanted.is_guided, wanted.partial_every, wanted.work) == (4, False, None, 1)
+    assert (spec.step_count, spec.is_guided, spec.partial_every, spec.work) == (4, False, None, 1)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_missing_options_use_the_models_defaults():
     ],
 )
 def test_image_with_guidance_has_two_rows(guidance, changes, is_guided):
-    wanted = wanted_of(params=ImageParams(guidance=guidance), **changes)
-    assert wanted.is_guided == is_guided
+    spec = wanted_of(params=ImageParams(guidance=guidance), **changes)
+    assert spec.is_guided == is_guided
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_image_with_guidance_has_two_rows(guidance, changes, is_guided):
     ],
 )
 def test_strength_of_an_image_edit_skips_the_first_steps(asked, step_count):
-    wanted = wanted_of(params=ImageParams(steps=10, **asked))
-    assert (wanted.step_count, wanted.task.step_count) == (step_count, 10)
+    spec = wanted_of(params=ImageParams(steps=10, **asked))
+    assert (spec.step_count, spec.task.step_count) == (step_count, 10)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_strength_of_an_image_edit_skips_the_first_steps(asked, step_count):
     ],
 )
 def test_pndm_has_one_more_step_as_in_its_pipeline(asked, step_count, of_schedule):
-    wanted = wanted_of(params=ImageParams(**asked), samplers=("pndm",))
-    assert (wanted.step_count, wanted.task.step_count) == (step_count, of_schedule)
+    spec = wanted_of(params=ImageParams(**asked), samplers=("pndm",))
+    assert (spec.step_count, spec.task.step_count) == (step_count, of_schedule)
 
 
 @pytest.mark.parametrize(
@@ -197,5 +197,5 @@ def test_pndm_has_one_more_step_as_in_its_pipeline(asked, step_count, of_schedul
 )
 def test_edited_image_keeps_its_size_as_nearly_as_allowed(size, asked, expect):
     image = RGBImage(*size, bytes(3 * size[0] * size[1]))
-    wanted = wanted_of(params=ImageParams(image=image, **asked))
-    assert (wanted.task.width, wanted.task.height) == expect
+    spec = wanted_of(params=ImageParams(image=image, **asked))
+    assert (spec.task.width, spec.task.height) == expect

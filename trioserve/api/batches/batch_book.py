@@ -30,7 +30,7 @@ from trioserve.contracts.errors import DiskFull, StoreFault, StoreFull
 from trioserve.store.store import Store
 from trioserve.store.stored_objects import AppendBlob, Change, DeleteObject, PutObject, Quota, ReplaceObject
 
-__all__ = ["BatchBook", "BatchGone", "DoneLine"]
+__all__ = ["BatchBook", "BatchDeleted", "DoneLine"]
 
 # The state may grow by this number of bytes until the batch ends, and must then fit even into a full store.
 RESERVE_BYTES = 16_384
@@ -43,7 +43,7 @@ RETRY_SECONDS_MAX = 5.0  # The longest time until a batch resumes after the disk
 NOT_KEPT_CODE = "result_not_kept"
 
 
-class BatchGone(Exception):
+class BatchDeleted(Exception):
     """One of the batch's files was deleted, or the batch itself has expired."""
 
 
@@ -68,7 +68,7 @@ class DoneLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchBook:
-    """The stored part of one batch. If a write raises StoreFull, StoreFault or BatchGone, nothing has changed.
+    """The stored part of one batch. If a write raises StoreFull, StoreFault or BatchDeleted, nothing has changed.
 
     Args:
         store: Holds the batch, its files and its results.
@@ -116,14 +116,14 @@ class BatchBook:
             StoreFull: The store is full. Nothing is written.
             StoreFault: The disk refused the write. Nothing is written.
             QuotaExceeded: The owner has too many objects. Nothing is written.
-            BatchGone: The input file was deleted. Nothing is written.
+            BatchDeleted: The input file was deleted. Nothing is written.
         """
         body = msgspec.json.encode(self.record)
         if self.file_kind != FILE_KIND:
             files = (*files, *self.output_files())
         mark = self._put(LIVE_KIND, bytes(len(body) + RESERVE_BYTES))
         if not await self._store.write(*files, self._put(self._kind, body), mark, quotas=quotas):
-            raise BatchGone
+            raise BatchDeleted
 
     def is_done(self, number: int) -> bool:
         return number < self.record.line_next or number in self._ends or number in self.record.done_beyond
@@ -200,7 +200,7 @@ class BatchBook:
 
         Raises:
             StoreFull: A limit of the store's settings is reached.
-            BatchGone: A file of the batch was deleted.
+            BatchDeleted: A file of the batch was deleted.
         """
         for line in lines:
             waiting_bytes = sum(len(pending.output) for pending in self._pending)
@@ -219,7 +219,7 @@ class BatchBook:
         Raises:
             StoreFull: Even the store's memory is full.
             StoreFault: Even the store's memory is full.
-            BatchGone: A file of the batch was deleted.
+            BatchDeleted: A file of the batch was deleted.
         """
         self._pending += lines
         async with self._writing:
@@ -247,7 +247,7 @@ class BatchBook:
             fields: Further fields of the state to change.
 
         Raises:
-            BatchGone: The batch itself was deleted.
+            BatchDeleted: The batch itself was deleted.
             StoreFull: Even the store's memory is full.
             StoreFault: Even the store's memory is full.
         """
@@ -280,10 +280,10 @@ class BatchBook:
         try:
             await self._write(record, changes, is_final=True)
             return
-        except (StoreFull, StoreFault, BatchGone) as error:
+        except (StoreFull, StoreFault, BatchDeleted) as error:
             if not self._pending:
                 raise
-            if not isinstance(error, BatchGone):
+            if not isinstance(error, BatchDeleted):
                 self._pending = [_without_result(line) for line in self._pending]
                 with suppress(StoreFull, StoreFault):
                     await self._write(record, changes, is_final=True)
@@ -355,7 +355,7 @@ class BatchBook:
             raise
         if not is_there:
             self._pending = lines + self._pending
-            raise BatchGone
+            raise BatchDeleted
         self.record, self._ends = record, ends
         self._progress.set()
 

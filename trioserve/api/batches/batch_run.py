@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import trio
 
-from trioserve.api.batches.batch_book import BatchBook, BatchGone, DoneLine
+from trioserve.api.batches.batch_book import BatchBook, BatchDeleted, DoneLine
 from trioserve.api.batches.batch_record import BatchError, BatchStatus, BatchUsage
 from trioserve.api.batches.input_lines import (
-    InputGone,
+    InputDeleted,
     InputLine,
     InternalExchange,
     LineReader,
@@ -113,10 +113,10 @@ class BatchRun:
         try:
             try:
                 await self._work()
-            except InputGone:
+            except InputDeleted:
                 error = BatchError(code="input_file_gone", message="the input file is gone", param="input_file_id")
                 await self._break_off(error)
-            except BatchGone:
+            except BatchDeleted:
                 await self._break_off(BatchError(code="file_gone", message="a file of this batch is gone"))
             except (StoreFull, StoreFault) as failure:
                 if self._is_draining:
@@ -131,7 +131,7 @@ class BatchRun:
                 await self._break_off(BatchError(code="internal_error", message="the server failed on this batch"))
         except _Postponed:
             logger.info("batch left for the next start batch=%s", book.batch_id)
-        except BatchGone:
+        except BatchDeleted:
             logger.info("batch deleted batch=%s", book.batch_id)
         except (StoreFull, StoreFault) as error:
             logger.error("batch not finished batch=%s error=%s", book.batch_id, error)
@@ -213,8 +213,8 @@ class BatchRun:
         Raises:
             StoreFull: An output could not be written.
             StoreFault: An output could not be written.
-            BatchGone: A file of the batch was deleted.
-            InputGone: The input file is gone.
+            BatchDeleted: A file of the batch was deleted.
+            InputDeleted: The input file is gone.
         """
         record = self.book.record
         self._reader = self._new_reader(number=record.line_next, offset=record.offset_next)
@@ -233,7 +233,7 @@ class BatchRun:
                     return
                 await self.book.note(done)
                 self._count_line("error" if done.is_error else "output")
-        except (StoreFull, StoreFault, BatchGone, InputGone) as failure:
+        except (StoreFull, StoreFault, BatchDeleted, InputDeleted) as failure:
             # The error is raised outside of the nursery, because the nursery would wrap it in an exception group.
             self._failure = failure
             nursery.cancel_scope.cancel()

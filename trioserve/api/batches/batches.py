@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.api.batches.batch_book import BatchBook, BatchGone
+from trioserve.api.batches.batch_book import BatchBook, BatchDeleted
 from trioserve.api.batches.batch_record import LIVE_KIND, BatchError, BatchRecord, BatchStatus, batch_kind
 from trioserve.api.batches.batch_run import BatchRun
 from trioserve.api.batches.input_lines import InternalExchange
@@ -171,11 +171,11 @@ class Batches:
             StoreFull: The store is full. Nothing is written.
             StoreFault: The disk refused the write. Nothing is written.
             QuotaExceeded: The owner has too many objects. Nothing is written.
-            BatchGone: The input file was deleted. Nothing is written.
+            BatchDeleted: The input file was deleted. Nothing is written.
         """
         self.check_room(owner)
         if record.input_file_id in self._deleting:
-            raise BatchGone
+            raise BatchDeleted
         run = self._new_run(store, batch_id, owner, caller, record)
         self._keep(run)  # From this line on, the limits count the batch, and its input file cannot be deleted.
         try:
@@ -251,7 +251,7 @@ class Batches:
         record = msgspec.json.decode(stored.body, type=BatchRecord)
         if record.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
             book = BatchBook(store, stored.id, stored.owner, record)
-            with suppress(BatchGone):
+            with suppress(BatchDeleted):
                 await book.move(BatchStatus.CANCELLING)
                 await book.close(BatchStatus.CANCELLED)
             self._postponed.pop(stored.id, None)
@@ -313,7 +313,7 @@ class Batches:
             run = self._new_run(store, mark.id, stored.owner, caller or Caller(), record)
             if caller is None and record.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
                 message = "the API key that created the batch no longer exists"
-                with suppress(BatchGone):
+                with suppress(BatchDeleted):
                     await run.book.fail(BatchError(code="invalid_api_key", message=message))
                 continue
             self._keep(run)

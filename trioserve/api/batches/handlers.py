@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.batches.batch_book import BatchGone
+from trioserve.api.batches.batch_book import BatchDeleted
 from trioserve.api.batches.batch_record import BATCH_KIND, Batch, BatchRecord, batch_object
 from trioserve.api.batches.files import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
 from trioserve.api.batches.message_batches import (
@@ -136,7 +136,7 @@ async def create_batch(context: ServerContext) -> None:
             await context.server.batches.create(
                 store, batch_id, context.owner, context.caller, record, [needed], quotas=[quota]
             )
-    except BatchGone:  # The input file was deleted after the check above.
+    except BatchDeleted:  # The input file was deleted after the check above.
         raise file_not_found(stored.id, param="input_file_id") from None
     await context.respond_json(batch_object(batch_id, record))
 

@@ -18,7 +18,7 @@ from trioserve.http.exchange import Exchange, HeaderFields, Headers
 from trioserve.store.store import Store
 
 __all__ = [
-    "InputGone",
+    "InputDeleted",
     "InputLine",
     "InternalExchange",
     "LineReader",
@@ -33,7 +33,7 @@ CUSTOM_ID_CHARACTERS_MAX = 512
 READ_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
-class InputGone(Exception):
+class InputDeleted(Exception):
     """The input file was deleted or has expired."""
 
 
@@ -89,7 +89,7 @@ class LineReader:
         """Return the next line, or None at the end.
 
         Raises:
-            InputGone: The file does not exist.
+            InputDeleted: The file does not exist.
             StoreFault: The file cannot be read after several attempts.
         """
         is_too_long = False
@@ -119,7 +119,7 @@ class LineReader:
     async def _read(self) -> None:
         piece = await self._read_piece()
         if piece is None:
-            raise InputGone
+            raise InputDeleted
         self._is_at_end = not piece
         self._read_offset += len(piece)
         self._held = self._held[self._begin :] + piece

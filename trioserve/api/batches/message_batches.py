@@ -21,7 +21,7 @@ from trioserve.api.batches.batch_record import (
     BatchStatus,
 )
 from trioserve.api.batches.batch_run import CANCELLED_CODE, EXPIRED_CODE
-from trioserve.api.batches.input_lines import InputGone, LineReader
+from trioserve.api.batches.input_lines import InputDeleted, LineReader
 from trioserve.api.batches.stored_files import FileRecord, file_quota, put_file, quota_refused, required_store
 from trioserve.api.error_responses import refusal
 from trioserve.api.form import Query
@@ -232,7 +232,7 @@ async def _next(reader: LineReader) -> bytes | None:
     """
     try:
         line = await reader.next()
-    except InputGone:
+    except InputDeleted:
         return None
     return None if line is None else line.raw
 

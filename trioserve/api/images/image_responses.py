@@ -125,7 +125,7 @@ class EditCompleted(Completed, tag_field="type", tag="image_edit.completed"):
     """Event with a complete image."""
 
 
-class ImageModelTakes(Response):
+class ImageModelLimits(Response):
     """Options and limits of the model.
 
     Attributes:
@@ -166,7 +166,7 @@ class ImageModel(Response, tag_field="object", tag="model"):
     parent: None
     family: str
     fingerprint: str | None
-    image: ImageModelTakes
+    image: ImageModelLimits
 
 
 class ImageModels(Response, tag_field="object", tag="list"):

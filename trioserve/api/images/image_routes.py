@@ -67,7 +67,7 @@ def _model(context: ImageContext, name: str) -> image_responses.ImageModel:
         parent=None,
         family=model.family,
         fingerprint=model.fingerprint,
-        image=image_responses.ImageModelTakes(
+        image=image_responses.ImageModelLimits(
             size=f"{model.width}x{model.height}",
             side_multiple=model.side_multiple,
             side_min=model.side_min,

@@ -273,7 +273,7 @@ class OllamaCall(Response):
     function: OllamaFunctionCall
 
 
-class OllamaSaid(Response):
+class OllamaReply(Response):
     role: Literal["assistant"]
     content: str
     thinking: str | UnsetType = UNSET
@@ -283,7 +283,7 @@ class OllamaSaid(Response):
 class OllamaChatLine(OllamaLine, kw_only=True):
     """A piece of a message, or the whole message."""
 
-    message: OllamaSaid
+    message: OllamaReply
 
 
 class OllamaTextLine(OllamaLine, kw_only=True):
@@ -383,7 +383,7 @@ The last argument is the index of the first call.
 
 
 def chat_piece(head: Head, content: str, reasoning: str, calls: Sequence[ToolCall], first_call: int) -> OllamaLine:
-    message = OllamaSaid(role="assistant", content=content, thinking=reasoning or UNSET)
+    message = OllamaReply(role="assistant", content=content, thinking=reasoning or UNSET)
     if calls:
         message.tool_calls = [
             OllamaCall(

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from trioserve.api.generation import read_streams
 from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.request_types import Int32, TokenizeBody, check_cache_salt, deadlines_of
-from trioserve.api.request_context import AsksPooling, RequestContext
+from trioserve.api.request_context import PoolingFields, RequestContext
 from trioserve.api.response import Response
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.whole_response import LargeJson
@@ -237,7 +237,7 @@ class PoolingResponse(NamedTuple):
 
 async def pool(
     context: RequestContext,
-    body: AsksPooling,
+    body: PoolingFields,
     inputs: Sequence[PoolingInput],
     params: PoolingParams,
     *,

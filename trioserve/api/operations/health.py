@@ -122,7 +122,7 @@ async def read_ready(context: EngineContext) -> None:
         reason = "engine_reopening"
     elif context.engine.has_half_weights:
         reason = "weights_in_part"
-    elif context.engine.holds_up:
+    elif context.engine.blocks_admission:
         reason = "paused"
     elif (message := context.engine.step_watch.overdue()) is not None:
         reason = STEP_OVERDUE

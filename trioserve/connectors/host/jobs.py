@@ -139,7 +139,7 @@ class Saving:
 
     def end(self) -> None:
         for part in self._parts[self._done_count :]:
-            self._store.give_up(part.name)
+            self._store.abandon(part.name)
             self._store.counts.unsaved += 1
         self._store.touch(self._names)
         self._on_end(self)
@@ -294,7 +294,7 @@ class Loading:
         self._store.files.unpin(part.key)
         if part.is_reserved:
             if read is None:
-                self._store.give_up(part.name)
+                self._store.abandon(part.name)
             else:
                 self._store.put(part.name, read)
 

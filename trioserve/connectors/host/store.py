@@ -181,7 +181,7 @@ class BlockStore:
     """Records of all blocks in memory and in files.
 
     A block may be in memory, in a file, or in both. `reserve` reserves bytes for a block that is being copied into
-    memory. Exactly one call of `put` or `give_up` must follow.
+    memory. Exactly one call of `put` or `abandon` must follow.
 
     Args:
         block_bytes: Size of a block in memory.
@@ -290,7 +290,7 @@ class BlockStore:
         if self._file_of is not None and self.file(name) is None:
             self._unwritten[name] = None
 
-    def give_up(self, name: BlockHash) -> None:
+    def abandon(self, name: BlockHash) -> None:
         self._arriving.remove(name)
         self.memory.release(self.block_bytes)
 

@@ -172,7 +172,7 @@ class Holder:
         sends = self._policy.sends
         self._policy.totals["heartbeats_received_total"] += 1
         sends.released(notice.release)
-        gone = sends.still_wanted(notice.keep, trio.current_time())
+        gone = sends.note_still_read(notice.keep, trio.current_time())
         await connection.wire.send([frame(Kind.NOTICE_REPLY, NoticeReply(gone))])
 
     async def _send(self, connection: PeerConnection, transfer: int, read: Read) -> None:

@@ -214,7 +214,7 @@ class Sends:
             send.reported_alive_at = now
             self._reports.add(StillRead(send.request_id))
 
-    def still_wanted(self, request_ids: Iterable[str], now: float) -> tuple[str, ...]:
+    def note_still_read(self, request_ids: Iterable[str], now: float) -> tuple[str, ...]:
         """Report requests as still read, because a reader says that it still needs them.
 
         Args:
@@ -405,7 +405,7 @@ class Loads:
 
     # --- methods for the transport ---
 
-    def take_new(self) -> tuple[Load, ...]:
+    def pop_new(self) -> tuple[Load, ...]:
         """Return the loads whose transfer has not been started, and remove them from the list of new loads."""
         taken = tuple(load for load in self._new if load.is_alive)
         self._new.clear()
@@ -498,7 +498,7 @@ class Loads:
             for at in range(0, max(len(keep), len(release)), size)
         ]
 
-    def take_urgent(self) -> tuple[Source, ...]:
+    def pop_urgent(self) -> tuple[Source, ...]:
         """Return the holders that need a message now, and clear the list."""
         taken = tuple(self._urgent)
         self._urgent.clear()

@@ -110,7 +110,7 @@ class Reader:
     # --- one load ---
 
     @trio.lowlevel.enable_ki_protection
-    async def bring(self, load: Load) -> None:
+    async def fetch(self, load: Load) -> None:
         """Transfer a load until it has ended.
 
         Args:
@@ -126,7 +126,7 @@ class Reader:
             try:
                 async with peer.slots, self._slots:
                     self._loads.begun(load, trio.current_time())
-                    await self._bring_from(peer, load)
+                    await self._fetch_from(peer, load)
             except Exception as error:
                 # This error is a bug of the reader. Only this transfer fails, and this engine computes the missing KV.
                 log.exception("kv transfer failed request=%s", load.request_id)
@@ -134,7 +134,7 @@ class Reader:
             finally:
                 peer.user_count -= 1
 
-    async def _bring_from(self, peer: Peer, load: Load) -> None:
+    async def _fetch_from(self, peer: Peer, load: Load) -> None:
         while load.is_alive:
             try:
                 await self._attempt(peer, load)

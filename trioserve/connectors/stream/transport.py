@@ -86,9 +86,9 @@ class StreamTransport:
                 task_status.started(f"{host}:{port}")
                 while True:
                     self._has_work = trio.Event()
-                    for load in self._policy.loads.take_new():
-                        nursery.start_soon(self.reader.bring, load)
-                    for source in self._policy.loads.take_urgent():
+                    for load in self._policy.loads.pop_new():
+                        nursery.start_soon(self.reader.fetch, load)
+                    for source in self._policy.loads.pop_urgent():
                         self.reader.notify_now(source, nursery)
                     self.reader.close_idle(trio.current_time())
                     with trio.move_on_after(TIDY_SECONDS if self.reader.has_idle else float("inf")):

@@ -25,9 +25,9 @@ __all__ = [
     "StepTimings",
     "AbortingCore",
     "CoreDelivery",
-    "NobodyWatches",
+    "NoCancelWatch",
     "RequestCounts",
-    "WatchesCancels",
+    "CancelWatch",
 ]
 
 
@@ -149,7 +149,7 @@ class AbortingCore(Protocol):
     ) -> dict[RequestId, AbortResult]: ...
 
 
-class WatchesCancels(Protocol[ScopeIn]):
+class CancelWatch(Protocol[ScopeIn]):
     """Observes cancelled sequences, and the blocks that become free because of them."""
 
     def note_cancelled(self, request: ScopeIn, ids: Sequence[RequestId], reason: FinishReason) -> None:
@@ -169,7 +169,7 @@ class WatchesCancels(Protocol[ScopeIn]):
         """
 
 
-class NobodyWatches:
+class NoCancelWatch:
     """Ignores all cancelled sequences."""
 
     def note_cancelled(self, request: AnyScope, ids: Sequence[RequestId], reason: FinishReason) -> None:
@@ -191,7 +191,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         cancels: observes cancelled sequences. None: no observer.
 
     Attributes:
-        has_brought: True if at least one step of this core has produced an event.
+        has_progress: True if at least one step of this core has produced an event.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         *,
         wake: Callable[[], None],
         step_watch: StepWatch | None = None,
-        cancels: WatchesCancels[ScopeT] | None = None,
+        cancels: CancelWatch[ScopeT] | None = None,
     ) -> None:
         self._aborting = core
-        self._cancels = cancels or NobodyWatches()
+        self._cancels = cancels or NoCancelWatch()
         self.wake = wake
         self._step_watch = step_watch or StepWatch()
         self._choices: dict[RequestId, PartT] = {}
@@ -214,7 +214,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self._step_timings = timings
         self._counts = counts
         self._plans: deque[PlanT] = deque()  # Plans whose results are not delivered yet. The oldest plan comes first.
-        self.has_brought = False
+        self.has_progress = False
 
     # --- implemented by each engine type ---
 
@@ -261,7 +261,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         now = trio.current_time()
         for sequence_id, result in results.items():
             if result.finished is not None:
-                self._let_go(result.finished, now, reason)
+                self._note_sequence_end(result.finished, now, reason)
                 self._note_abort(result.finished, cancelled, now)
             else:
                 self._cancelled.setdefault(sequence_id, cancelled)
@@ -302,7 +302,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         """Return the sequences of steps that have not ended, or whose results were not delivered."""
         return frozenset(request_id for plan in self._plans for request_id in self._ids_of(plan))
 
-    def give_up(self) -> list[PartT]:
+    def abandon(self) -> list[PartT]:
         """Forget all sequences, because the core has broken.
 
         Returns:
@@ -340,7 +340,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self._step_timings.step_count += 1
         self._deliver(events, now)
         self._step_timings.note_step(self._plans.popleft(), step_seconds, now)
-        self.has_brought = self.has_brought or bool(events)
+        self.has_progress = self.has_progress or bool(events)
 
     def on_ended(self, events: list[EventT]) -> None:
         """Deliver events that happened between two steps. Called before each step of a core with a connector.
@@ -365,7 +365,9 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self._step_timings.note_abort(event.phase, cancelled, now)
         self._cancels.note_freed(event.request_id, self._step_timings.steps_since(cancelled), now - cancelled.at)
 
-    def _let_go(self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True) -> None:
+    def _note_sequence_end(
+        self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True
+    ) -> None:
         """Process the end of a sequence in the core.
 
         Args:

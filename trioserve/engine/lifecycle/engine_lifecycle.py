@@ -129,7 +129,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._idle = trio.Event()
         self.restarts = RestartBudget(settings.restarts_max)
         self._readmission = Readmission[ScopeT](
-            self._begin, end=self._end_poisoned, has_brought=lambda: self._delivery.has_brought
+            self._begin, end=self._end_poisoned, has_progress=lambda: self._delivery.has_progress
         )
         self._last_fault: EngineFault | None = None  # The engine was last reopened after this fault.
         self._carried: list[ScopeT] = []  # Requests that the reopened engine will resume.
@@ -274,7 +274,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             fault = EngineFault(f"{what} failed: {type(error).__name__}: {error}")
             if isinstance(error, GpuLost):
                 self.restarts.end("an engine that is reopened in this process could not use the GPU either")
-            if not self._is_to_be_reopened(fault, has_progress=self._delivery.has_brought):
+            if not self._is_to_be_reopened(fault, has_progress=self._delivery.has_progress):
                 await self._fail(fault)
                 raise fault from error
             # Log the fault here, and drop its traceback. A stored traceback would keep the model's memory alive.
@@ -333,13 +333,13 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         """
         hands_over = hands_over and self._connector is not None and self.step_watch.overdue() is None
         for request in self.requests:
-            if hands_over and self._work.gives_away(request):
+            if hands_over and self._work.try_hand_over(request):
                 continue
             stop_reason = SERVER_STOPPING if request.is_resumable else None
             self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=stop_reason)
             self._delivery.end_holds(request)
         for request in self.kept_holds:
-            if not (hands_over and self._work.gives_away(request)):
+            if not (hands_over and self._work.try_hand_over(request)):
                 self._delivery.end_holds(request)
 
     # --- reopening after a fault ---
@@ -365,7 +365,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._set_gauges()  # Publish the counts so far, because the counts of the next core start from zero.
         self._reopened = trio.Event()
         suspect_ids = delivery.ids_in_flight()
-        choices = delivery.give_up()
+        choices = delivery.abandon()
         continued = self._work.continued()
         self.kept_holds.clear()
         self._install(self._work.no_parts())
@@ -468,7 +468,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     @property
     def ready(self) -> bool:
         """True if the engine would admit a new request, unless its queue is full."""
-        return self._is_open and not self._pausing.holds_up and self.step_watch.overdue() is None
+        return self._is_open and not self._pausing.blocks_admission and self.step_watch.overdue() is None
 
     @property
     def _is_open(self) -> bool:
@@ -497,7 +497,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
 
     def _end_begun_if_blocked(self) -> None:
         """End in-flight requests if the server is shutting down and a pause blocks their steps."""
-        if not self.gate.is_open and not self.weight_updates.is_under_way:
+        if not self.gate.is_open and not self.weight_updates.is_updating:
             self._end_begun("the server is shutting down, and its engine is paused", SERVER_STOPPING)
 
     async def wait_until_idle(self) -> None:
@@ -532,7 +532,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     def _note_over(self) -> None:
         """Note that these parts will compute no more steps, or that the engine drains."""
         self.load_changes.end()
-        self._work.note_over()
+        self._work.note_stopped()
 
     def _note_idle(self) -> None:
         if not (self._idle.is_set() or self._is_busy or self._computes):
@@ -608,9 +608,9 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         return self._pausing.state is PauseState.PAUSED
 
     @property
-    def holds_up(self) -> bool:
+    def blocks_admission(self) -> bool:
         """True if new requests must wait, because the engine is paused or will pause soon."""
-        return self._pausing.holds_up
+        return self._pausing.blocks_admission
 
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Release memory until `wake_up`.
@@ -752,7 +752,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
 
     async def wait_until_admitted(self) -> None:
         """Wait until new requests can be computed, or the engine does not accept requests any more."""
-        while self._pausing.holds_up or self.reopens_at is not None:
+        while self._pausing.blocks_admission or self.reopens_at is not None:
             if self.draining or self.fault is not None:
                 return
             await self._pausing.wait_until_admitted()

@@ -92,7 +92,7 @@ class Pausing:
         self._waiting = trio.lowlevel.ParkingLot()  # Tasks that wait for a change of any attribute above.
 
     @property
-    def holds_up(self) -> bool:
+    def blocks_admission(self) -> bool:
         """True if requests that are not in the core yet must wait."""
         return not self._is_over and (self.state is not PauseState.RUNS or self.is_asleep or self.is_replacing)
 
@@ -158,7 +158,7 @@ class Pausing:
 
     async def wait_until_admitted(self) -> None:
         """Wait until new requests may begin. The wait also ends if the engine ends."""
-        while self.holds_up:
+        while self.blocks_admission:
             await self._waiting.park()
 
     def _settle(self) -> None:

@@ -105,18 +105,18 @@ class Readmission(Generic[ScopeT]):
     Args:
         begin: adds a request's sequences to the core.
         end: ends an accused request.
-        has_brought: returns True if a step has made progress since the engine was opened.
+        has_progress: returns True if a step has made progress since the engine was opened.
 
     Attributes:
         is_settled: True if every request of the broken engine has begun or ended, so `look` has nothing to do.
     """
 
     def __init__(
-        self, begin: Callable[[ScopeT], None], *, end: Callable[[ScopeT], None], has_brought: Callable[[], bool]
+        self, begin: Callable[[ScopeT], None], *, end: Callable[[ScopeT], None], has_progress: Callable[[], bool]
     ) -> None:
         self._begin = begin
         self._end = end
-        self._has_brought = has_brought
+        self._has_progress = has_progress
         self._suspects: deque[ScopeT] = deque()
         # Requests that were in no failed step. They wait only while a suspect runs alone.
         self._others: deque[ScopeT] = deque()
@@ -189,8 +189,8 @@ class Readmission(Generic[ScopeT]):
             if self._on_trial is not None:
                 passed, self._on_trial = self._on_trial, None
                 passed.clear_faults()
-            if self._is_alone and (self._has_brought() or not self._suspects):
-                self._let_others_begin()
+            if self._is_alone and (self._has_progress() or not self._suspects):
+                self._begin_others()
                 continue  # Check again, because ending a request may have let other requests begin.
             if not self._suspects:
                 self.is_settled = True
@@ -201,7 +201,7 @@ class Readmission(Generic[ScopeT]):
                 self._tried = [(choice, choice.progress) for choice, _ in request.upcoming]
                 self._begin(request)
 
-    def _let_others_begin(self) -> None:
+    def _begin_others(self) -> None:
         """Let the other requests begin. If the machine works, end the accused requests."""
         self._is_alone = False
         accused, others = [*self._accused], [*self._others]
@@ -209,7 +209,7 @@ class Readmission(Generic[ScopeT]):
         self._others.clear()
         for request in accused:
             # An accused request that is no suspect any more has begun in the reopened engine, or has left.
-            if request in self._suspects and self._has_brought():
+            if request in self._suspects and self._has_progress():
                 self._suspects.remove(request)
                 self._end(request)
         for request in others:

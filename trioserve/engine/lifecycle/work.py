@@ -176,7 +176,7 @@ class Work(Protocol[ScopeT, PartsT]):
         """Return True if blocks of a request stay held for another engine after its scope has ended."""
         ...
 
-    def gives_away(self, request: ScopeT) -> bool:
+    def try_hand_over(self, request: ScopeT) -> bool:
         """Hand the request over to another engine. Return False if this is not possible."""
         ...
 
@@ -197,7 +197,7 @@ class Work(Protocol[ScopeT, PartsT]):
         """Notify subscribers that the engine accepts no new requests, or has broken."""
         ...
 
-    def note_over(self) -> None:
+    def note_stopped(self) -> None:
         """Notify subscribers that these parts will compute no more steps, or that the engine drains."""
         ...
 

@@ -12,7 +12,7 @@ import h11
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.http.exchange import REASONS, HeaderFields, Headers, RequestHead, split_target
-from trioserve.http.websocket_messages import asks_for_websocket
+from trioserve.http.websocket_messages import is_websocket_upgrade
 
 __all__ = ["BadHead", "ChunkSizes", "H1Protocol", "plain_request"]
 
@@ -427,7 +427,7 @@ def _request_head(request: h11.Request, peer: str) -> RequestHead:
         headers=headers,
         http_version=http_version,
         peer=peer,
-        is_websocket=asks_for_websocket(method, http_version, headers),
+        is_websocket=is_websocket_upgrade(method, http_version, headers),
     )
 
 

@@ -111,7 +111,7 @@ class ContinuedStream:
             with suppress(msgspec.DecodeError):
                 self._resume_values = msgspec.json.decode(resume_values, type=dict[str, msgspec.Raw])
         if self._resume_values is None:
-            self._give_up(WhyNot.MALFORMED if self._has_groups else WhyNot.NOT_RESUMABLE)
+            self._abandon(WhyNot.MALFORMED if self._has_groups else WhyNot.NOT_RESUMABLE)
         self._is_between = self._why_not is None
 
     def feed(self, piece: bytes) -> bytes:
@@ -141,7 +141,7 @@ class ContinuedStream:
                 log = self._log
                 log += piece[begin:-1]
                 if len(log) > self._bytes_max:
-                    self._give_up(WhyNot.BYTES)
+                    self._abandon(WhyNot.BYTES)
                 return piece if self._shows_ids else piece[: begin - 4] + b"\n"
         events = self._splitter.feed(piece)
         if self._has_groups:
@@ -192,7 +192,7 @@ class ContinuedStream:
             return None
         read = self._read()
         if read is None:
-            self._give_up(WhyNot.MALFORMED)
+            self._abandon(WhyNot.MALFORMED)
             return None
         token_ids, finished, state = read
         fields: dict[str, object] = {**self._resume_values, "token_ids": token_ids, "finished": finished}
@@ -218,7 +218,7 @@ class ContinuedStream:
         for match in _ID.finditer(events):
             end = events.find(b"\n\n", match.end() - 1) + 2
             if end < 2:
-                self._give_up(WhyNot.MALFORMED)  # The server ends its lines in a way that this parser does not support.
+                self._abandon(WhyNot.MALFORMED)  # The server ends its lines in a way that this parser does not support.
                 break
             if match[1] == _HANDED_OVER:
                 before = events.rfind(b"\n\n", position, match.start())
@@ -253,9 +253,9 @@ class ContinuedStream:
             self._log += id
             self._log += b"\n"
             if len(self._log) > self._bytes_max:
-                self._give_up(WhyNot.BYTES)
+                self._abandon(WhyNot.BYTES)
 
-    def _give_up(self, why_not: str) -> None:
+    def _abandon(self, why_not: str) -> None:
         self._why_not = self._why_not or why_not
         self._is_between = False
         self._log = bytearray()

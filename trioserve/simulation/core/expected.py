@@ -84,7 +84,7 @@ class LateMasks:
 
     def end(self, masks: TokenMasks) -> None:
         assert isinstance(masks, MaskRows)
-        self._buffers.give_back(masks)
+        self._buffers.release_rows(masks)
 
     def fill_until(self, masks: TokenMasks | None) -> None:
         """Fill the waiting masks, oldest first, up to the masks of one step.

@@ -437,7 +437,7 @@ class ImagesSimulation(TracedRun):
         """
         if self._pauses.is_closed or fake.reopens_at is not None or fake.current_core.flights:
             return None
-        if self._pauses.holds_up and not any(fake.current_core.live_requests()):
+        if self._pauses.blocks_admission and not any(fake.current_core.live_requests()):
             return None
         return waits_for_a_step(fake)
 
@@ -492,7 +492,7 @@ def _asked(stream: ImageStream) -> list[IterativeRequest]:
     """Return the core's request for each image of a stream, as the fake model needs it."""
     request = stream._request
     return [
-        request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
+        request.spec.core_request(choice.sequence_id, seed=seed, priority=request.priority)
         for choice, seed in zip(request.choices, request.seeds, strict=True)
     ]
 

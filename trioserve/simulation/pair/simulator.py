@@ -256,7 +256,7 @@ class PairSimulation(EventSimulation[PairWorld]):
         impatient = self.network.impatient(self.now)
         if impatient is not None:
             self.is_calm = False
-            self.network.give_up(*impatient)
+            self.network.abandon(*impatient)
             return
         for host in self.hosts.values():
             if host.runs and host.timers.ring(self.now):

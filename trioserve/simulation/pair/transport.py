@@ -153,7 +153,7 @@ class Network:
                 connection.ways[party].append(Closed())
                 self.connections.append(connection)
 
-    def give_up(self, connection: Connection, party: str) -> None:
+    def abandon(self, connection: Connection, party: str) -> None:
         """End a connection on which a party has waited for too long.
 
         Args:
@@ -359,24 +359,24 @@ class PairTransport:
 
     def work(self) -> None:
         """Begin the pending work of the policy. A real transport's task does this whenever it is woken."""
-        for load in self.policy.loads.take_new():
+        for load in self.policy.loads.pop_new():
             self.policy.loads.begun(load, self.now())
-            self.bring(load)
-        for source in self.policy.loads.take_urgent():
+            self.fetch(load)
+        for source in self.policy.loads.pop_urgent():
             notifier = self._notifiers.get(source)
             if notifier is None:
                 notifier = self._notifiers[source] = Notifier(self, source)
             notifier.notify_now()
 
-    def bring(self, load: Load) -> None:
+    def fetch(self, load: Load) -> None:
         """Make one attempt to load the missing chunks of a load."""
         if not load.is_alive:
             return
-        far = self.open(load.origin.source, bringing := Bringing(self, load))
+        far = self.open(load.origin.source, fetching := Fetching(self, load))
         if far is None:
             self.broken(load, "no engine listens at this address", is_deaf=True)
         else:
-            bringing.ask(far)
+            fetching.ask(far)
 
     def open(self, source: Source, end: End) -> Connection | None:
         """Connect to the listener at an address.
@@ -397,7 +397,7 @@ class PairTransport:
     def broken(self, load: Load, why: str, *, is_deaf: bool = False) -> None:
         seconds = self.policy.loads.broken(load, why, self.now(), is_deaf=is_deaf)
         if seconds is not None:
-            self.timers.at(self.now() + seconds, partial(self.bring, load))
+            self.timers.at(self.now() + seconds, partial(self.fetch, load))
 
     def accept(self, connection: Connection, message: msgspec.Struct) -> None:
         """Handle a message from another engine.
@@ -414,7 +414,7 @@ class PairTransport:
                 return
             sends = self.policy.sends
             sends.released(message.notice.release)
-            connection.send(self.name, Gone(sends.still_wanted(message.notice.keep, self.now())))
+            connection.send(self.name, Gone(sends.note_still_read(message.notice.keep, self.now())))
 
     def forget(self, source: Source) -> None:
         self._notifiers.pop(source, None)
@@ -489,7 +489,7 @@ class Serving:
         self.end()
 
 
-class Bringing:
+class Fetching:
     """The reader's end of a connection that makes one attempt at a load.
 
     Args:

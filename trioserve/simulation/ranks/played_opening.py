@@ -413,7 +413,7 @@ class LateMasks:
 
     def end(self, masks: TokenMasks) -> None:
         assert isinstance(masks, MaskRows)
-        self._buffers.give_back(masks)
+        self._buffers.release_rows(masks)
 
     async def wait(self, masks: TokenMasks) -> None:
         assert isinstance(masks, MaskRows)

@@ -13,7 +13,7 @@ from collections import Counter
 from trioserve.contracts.endpoint import PairOutcome, Stage
 from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, RequestPoisoned, TrioserveError
 from trioserve.router.continuation import BURST_SECONDS
-from trioserve.simulation.router.continued_book import ContinuedBook, check_place, is_next_stage_there, may_do, may_try
+from trioserve.simulation.router.continued_book import ContinuedBook, check_place, has_next_stage, may_do, may_try
 from trioserve.simulation.router.endpoint_book import EndpointBook
 from trioserve.simulation.router.history import RouterWorld
 from trioserve.simulation.router.queue_rules import ExpectedRequest, Fairness, check_turn
@@ -209,13 +209,13 @@ class RouterBooks:
             entry: the request.
             id: the endpoint.
         """
-        self._check_and_give(entry, id)
+        self._check_and_grant(entry, id)
         if entry.has_token:
             self._note_moved(entry.left, id)
         entry.state, entry.endpoint, entry.failed_index = "leased", id, None
         entry.leased_at = self.now
 
-    def give_next(self, entry: ExpectedRequest, id: str) -> None:
+    def grant_next(self, entry: ExpectedRequest, id: str) -> None:
         """Record that a stream gets a second lease, to move to another endpoint. Assert that the lease is allowed.
 
         Args:
@@ -225,7 +225,7 @@ class RouterBooks:
         assert entry.next is None, f"{entry.name} has a second lease at {entry.next}, but gets another one at {id}"
         self.check_class(entry, id)
         self.continued.note_next(entry, self._are_newcomers_waiting(entry))
-        self._check_and_give(entry, id)
+        self._check_and_grant(entry, id)
         entry.next = id
 
     def take_up_next(self, entry: ExpectedRequest) -> None:
@@ -254,10 +254,10 @@ class RouterBooks:
         entry.is_moving = False
         self.continued.on_the_way.discard(entry.name)
         if entry.next is not None:
-            self._let_go(entry, entry.next)
+            self._release(entry, entry.next)
             entry.next = None
 
-    def _check_and_give(self, entry: ExpectedRequest, id: str) -> None:
+    def _check_and_grant(self, entry: ExpectedRequest, id: str) -> None:
         name, request = entry.name, entry.request
         assert id in self.endpoints, f"{name} has a lease at {id}, but that endpoint is gone"
         book = self.endpoints[id]
@@ -420,7 +420,7 @@ class RouterBooks:
             queued = sorted((entry for entry in waiting if entry.is_queued), key=lambda entry: entry.index)
             for entry in (*again, *queued):
                 # The router refuses a request that has no endpoint left at all.
-                if self._is_any_left(entry) and not is_next_stage_there(entry, self.serving(entry)):
+                if self._is_any_left(entry) and not has_next_stage(entry, self.serving(entry)):
                     self._make_whole(entry)
 
     def _make_whole(self, entry: ExpectedRequest) -> None:
@@ -450,9 +450,9 @@ class RouterBooks:
         elif entry.state in ("leased", "running_free"):
             assert entry.endpoint is not None
             entry.is_moving = False
-            self._let_go(entry, entry.endpoint)
+            self._release(entry, entry.endpoint)
 
-    def _let_go(self, entry: ExpectedRequest, id: str) -> None:
+    def _release(self, entry: ExpectedRequest, id: str) -> None:
         book = self.endpoints[id]
         book.release(entry.name)
         self.note_drained(book)

@@ -19,7 +19,7 @@ from trioserve.simulation.router.endpoint_book import EndpointBook
 from trioserve.simulation.router.history import RouterWorld
 from trioserve.simulation.router.queue_rules import ExpectedRequest
 
-__all__ = ["ContinuedBook", "check_place", "is_next_stage_there", "is_pair_there", "may_do", "may_try"]
+__all__ = ["ContinuedBook", "check_place", "has_next_stage", "has_pair", "may_do", "may_try"]
 
 # The limit of resumed streams per second is a token bucket. If it contains at least CERTAIN tokens, one more stream
 # certainly may resume. Below POSSIBLE, it certainly may not. Between the two values, rounding errors decide, because
@@ -281,7 +281,7 @@ def may_do(book: EndpointBook, entry: ExpectedRequest) -> bool:
     return book.is_meant_for(entry.stage) and not (entry.stage is Stage.DECODE and book.id == entry.prefilled_by)
 
 
-def is_pair_there(serving: Iterable[EndpointBook], tried: Collection[str] = ()) -> bool:
+def has_pair(serving: Iterable[EndpointBook], tried: Collection[str] = ()) -> bool:
     """Return True if one endpoint may prefill and another endpoint may decode.
 
     Args:
@@ -296,7 +296,7 @@ def is_pair_there(serving: Iterable[EndpointBook], tried: Collection[str] = ()) 
     )
 
 
-def is_next_stage_there(entry: ExpectedRequest, serving: Iterable[EndpointBook]) -> bool:
+def has_next_stage(entry: ExpectedRequest, serving: Iterable[EndpointBook]) -> bool:
     """Return True if an endpoint can still compute the stage for which a request waits.
 
     Args:
@@ -304,7 +304,7 @@ def is_next_stage_there(entry: ExpectedRequest, serving: Iterable[EndpointBook])
         serving: endpoints that serve the request's model.
     """
     if entry.stage is Stage.PREFILL:
-        return is_pair_there(serving, entry.tried)
+        return has_pair(serving, entry.tried)
     return entry.is_held and any(
         book.is_given and book.id not in entry.tried and may_do(book, entry) for book in serving
     )

@@ -23,7 +23,7 @@ from trioserve.simulation.router.books import (
     check_refused_in_queue,
     check_taken_into_queue,
 )
-from trioserve.simulation.router.continued_book import is_pair_there
+from trioserve.simulation.router.continued_book import has_pair
 from trioserve.simulation.router.endpoint_book import CLOSE_SECONDS, EndpointBook
 from trioserve.simulation.router.history import (
     Add,
@@ -199,9 +199,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         self._count("requests")
         wait_ends_at = books.now + self.world.queue_seconds_max
         entry = ExpectedRequest(event.name, request, self.counts["requests"], wait_ends_at=wait_ends_at)
-        entry.is_disaggregated = (
-            event.can_be_disaggregated and event.pinned is None and is_pair_there(books.serving(entry))
-        )
+        entry.is_disaggregated = event.can_be_disaggregated and event.pinned is None and has_pair(books.serving(entry))
         entry.stage = Stage.PREFILL if entry.is_disaggregated else None
         entry.is_behind = event.pinned is None and any(
             other.is_beside(entry) and not other.is_continuing for other in books.waiting
@@ -697,7 +695,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             return
         id = ticket.next_lease.endpoint
         assert id is not None, f"{entry.name} has a lease without an endpoint"
-        books.give_next(entry, id)
+        books.grant_next(entry, id)
         self._count("grants")
         self._tell(f"  {entry.name}: {entry.endpoint} -> {id}")
 

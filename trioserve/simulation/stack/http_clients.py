@@ -114,7 +114,7 @@ class HttpClients:
         begun = await self._begin(caller, ask)
         caller.asks_left -= 1
         if not caller.asks_left and caller.connection.ends == "goaway":
-            await caller.say_goaway()
+            await caller.send_goaway()
         await self._await_response(caller, ask, begun)
 
     async def _begin(self, caller: Caller, ask: Ask) -> tuple[Response, float]:
@@ -203,7 +203,7 @@ class HttpClients:
             keys = [key_of(other) for other in self._asks[ask.connection]]
             self._cut.add(ask.connection)
             if way == "goaway":
-                await caller.say_goaway()
+                await caller.send_goaway()
             if way == "half-close":
                 await caller.end_sending()
             elif way == "abort":

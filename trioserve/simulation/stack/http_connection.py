@@ -345,10 +345,10 @@ class StrictClient:
     def give_credit(self, response: Response) -> None:
         self._protocol.give_credit(response.number)
 
-    def say_goaway(self) -> None:
+    def send_goaway(self) -> None:
         """Send GOAWAY. Call this method only for HTTP/2."""
         assert isinstance(self._protocol, Http2ClientProtocol)
-        self._protocol.say_goaway()
+        self._protocol.send_goaway()
 
     def unsent(self) -> bytes:
         return self._protocol.take_unsent()
@@ -464,8 +464,8 @@ class Caller:
                     piece, data = data[:size], data[size:]
                     await self.end.send_all(piece)
 
-    async def say_goaway(self) -> None:
-        self.protocol.say_goaway()
+    async def send_goaway(self) -> None:
+        self.protocol.send_goaway()
         await self.flush()
 
     async def end_sending(self) -> None:

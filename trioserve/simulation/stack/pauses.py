@@ -107,7 +107,7 @@ class Pauses(trio.abc.Instrument):
         self._violation: str | None = None
 
     @property
-    def holds_up(self) -> bool:
+    def blocks_admission(self) -> bool:
         """True if no new request may begin."""
         return self.state != "runs" or self.level > 0
 
@@ -292,7 +292,7 @@ class Pauses(trio.abc.Instrument):
         self._ask(fake, order.mode)
 
     def _hold_up(self, begun: Iterable[AnyScope]) -> None:
-        if not self.holds_up:
+        if not self.blocks_admission:
             self._admitted = {choice.sequence_id for request in begun for choice in request.choices}
             fake = self.engine
             assert fake is not None
@@ -383,12 +383,12 @@ class Pauses(trio.abc.Instrument):
         self._must_be_over.clear()
         if unended:
             return f"{unended} must end with the pause, but have not"
-        is_ready = not self.holds_up and not fake.draining and fake.reopens_at is None
+        is_ready = not self.blocks_admission and not fake.draining and fake.reopens_at is None
         if fake.ready != is_ready:
             return (
                 f"the engine reports {'ready' if fake.ready else 'not ready'}, but {self.state}, asleep: {self.level}"
             )
-        if not self.holds_up:
+        if not self.blocks_admission:
             return None
         core = fake.current_core
         new = [live.request.id for live in core.live_requests() if live.request.id not in self._admitted]
@@ -422,8 +422,8 @@ class SwapPauses(Pauses):
         self._begun_before: list[AnyScope] = []  # requests that ran before the current turn of an updating task
 
     @property
-    def holds_up(self) -> bool:
-        return super().holds_up or self.is_replacing
+    def blocks_admission(self) -> bool:
+        return super().blocks_admission or self.is_replacing
 
     @property
     def is_closed(self) -> bool:

@@ -429,7 +429,7 @@ class StackSimulation(TracedRun):
             return None
         if self._pauses.is_closed:
             return fake.first_unfinished_id if fake.draining and not self._pauses.is_replacing else None
-        if self._pauses.holds_up and not any(fake.current_core.live_requests()):
+        if self._pauses.blocks_admission and not any(fake.current_core.live_requests()):
             return None
         return waits_for_a_step(fake)
 

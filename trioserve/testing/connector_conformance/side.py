@@ -248,10 +248,10 @@ class Side:
         if self.window_tokens is None:
             return tuple(blocks)
         first = max(0, position - self.window_tokens + 1) // self.pages.layout.block_size
-        self.give_back(blocks[:first])
+        self.free_blocks(blocks[:first])
         return (NO_BLOCK,) * first + tuple(blocks[first:])
 
-    def give_back(self, blocks: Sequence[BlockIndex]) -> None:
+    def free_blocks(self, blocks: Sequence[BlockIndex]) -> None:
         """Free blocks, except for blocks that are held for a send. Freed blocks get new content at once.
 
         Args:
@@ -285,7 +285,7 @@ class Side:
         if is_held:
             self.sends[request.id] = blocks
             return self.connector.transfer_params(request.id)
-        self.give_back(blocks)
+        self.free_blocks(blocks)
         return None
 
     def start_load(self, request: EngineRequest, computed_count: int, token_count: int) -> Load:
@@ -309,7 +309,7 @@ class Side:
     def expire_send(self, request_id: RequestId) -> None:
         if request_id in self.sends:
             self.connector.hold_expired(request_id, HoldKind.SEND)
-            self.give_back(self.sends.pop(request_id))
+            self.free_blocks(self.sends.pop(request_id))
 
     def expire_load(self, load: Load) -> None:
         if load.request.id in self.loads:
@@ -347,7 +347,7 @@ class Side:
                 self.violations.append(f"{event}, but there is no such hold")
         elif isinstance(event, Released):
             if name in self.sends:
-                self.give_back(self.sends.pop(name))
+                self.free_blocks(self.sends.pop(name))
             else:
                 self.violations.append(f"{event}, but there is no such hold")
         elif name not in self.loads:
@@ -369,7 +369,7 @@ class Side:
         if self._outside(load) != load.outside:
             self.violations.append(f"{load.request.id}: the load wrote outside of its positions")
         del self.loads[load.request.id]
-        self.give_back([block for block in load.block_table if block != NO_BLOCK])
+        self.free_blocks([block for block in load.block_table if block != NO_BLOCK])
 
     def _outside(self, load: Load) -> KV:
         size = self.pages.layout.block_size

@@ -129,7 +129,7 @@ def _read_call(reading: CallReading, name: str) -> Script[None]:
         yield from source.take_whole(_ENDS)
         source.unmark()
     except NotACall:
-        sink.give_up_call()
+        sink.abandon_call()
         sink.content(source.unmark())
         yield from _read_text(source, sink.content)
 

@@ -289,7 +289,7 @@ class ContentScript:
             refused = not is_marked and sink.calls_begun == begun
         self.is_in_content = True
         text = source.unmark()
-        sink.give_up_call()
+        sink.abandon_call()
         if sink.calls_ended > ended or (was_partial and not refused):
             self._note_call_end()
         if refused:
@@ -349,7 +349,7 @@ class ContentScript:
         self._note_call_end()
         for part in held.drain():
             if isinstance(part, ToolCallBegin):
-                self._sink.give_up_call()
+                self._sink.abandon_call()
                 if self._sink.calls_begun >= CALLS_MAX:
                     break
                 self._sink.begin_call(part.name, part.id)
@@ -357,7 +357,7 @@ class ContentScript:
                 self._sink.arguments(part.text)
             elif isinstance(part, ToolCallEnd):
                 self._sink.end_call()
-        self._sink.give_up_call()
+        self._sink.abandon_call()
 
     def _note_call_end(self) -> None:
         self._pending.clear()

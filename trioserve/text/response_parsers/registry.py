@@ -162,7 +162,7 @@ class ScriptedParser:
     def end(self) -> list[ResponsePart]:
         for script in self._scripts:
             script.end()
-        self._sink.give_up_call()
+        self._sink.abandon_call()
         return self._sink.drain()
 
 

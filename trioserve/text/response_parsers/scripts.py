@@ -384,7 +384,7 @@ class PartSink:
         self.calls_ended += sum(isinstance(part, ToolCallEnd) for part in self._held)
         self._held = None
 
-    def give_up_call(self) -> None:
+    def abandon_call(self) -> None:
         """Give up the open call and all closed calls, because they are invalid or incomplete."""
         self.in_call = False
         if self._held is not None:
