@@ -37,6 +37,9 @@ from trioserve.model.torch_step.rotary import rotary_frequencies
 GGUF_KINDS = (
     "olmo",
     "bloom",
+    "falcon",
+    "falcon-grouped",
+    "falcon-grouped-one-norm",
     "gpt2",
     "gpt-bigcode",
     "gpt-neox",
@@ -133,7 +136,36 @@ def test_gguf_file_and_directory_give_the_same_model(
 ) -> None:
     path = tmp_path / "model.gguf"
     tiny_checkpoints.write_family_gguf(tiny_checkpoint(kind), path, has_latent_halves=has_latent_halves)
-    ours, theirs = open_checkpoint(path), open_checkpoint(tiny_checkpoint(kind))
+    check_same_model(path, tiny_checkpoint(kind), tensors_of, has_scale=not kind.startswith("gemma"))
+
+
+def test_gguf_file_and_directory_of_hunyuan_moe_give_the_same_model(
+    tiny_checkpoints: ModuleType,
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    """llama.cpp needs an equal number of experts in all layers."""
+    directory, path = shutil.copytree(tiny_checkpoint("hunyuan-moe"), tmp_path / "model"), tmp_path / "model.gguf"
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "moe_topk": [2, 2]}))
+    tiny_checkpoints.write_family_gguf(directory, path)
+    check_same_model(path, directory, tensors_of)
+
+
+def check_same_model(
+    path: Path,
+    directory: Path,
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    *,
+    has_scale: bool = True,
+) -> None:
+    """Check that a GGUF file and a directory of transformers give equal descriptions and tensors.
+
+    Args:
+        has_scale: see check_close.
+    """
+    ours, theirs = open_checkpoint(path), open_checkpoint(directory)
     # GGUF files store these as float32, and take the end tokens from the tokenizer.
     numbers = {"norm_eps", "embedding_scale", "logit_scale", "logit_cap", "eos_token_ids", "layers"}
     numbers |= {"row_factors"}  # The weights in GGUF files are already multiplied.
@@ -142,7 +174,7 @@ def test_gguf_file_and_directory_give_the_same_model(
     for field in ("norm_eps", "embedding_scale", "logit_scale", "logit_cap"):
         assert getattr(ours.config, field) == pytest.approx(getattr(theirs.config, field)), field
     for own, other in zip(ours.config.layers, theirs.config.layers, strict=True):
-        check_close(own, other, has_scale=not kind.startswith("gemma"))
+        check_close(own, other, has_scale=has_scale)
     expected, found = tensors_of(theirs), tensors_of(ours)
     assert set(found) == set(expected)
     for name, tensor in expected.items():

@@ -1613,6 +1613,7 @@ _ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
     "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "exaone_moe": "exaone-moe",
     "qwen3_next": "qwen3next",
@@ -1673,6 +1674,13 @@ def write_family_gguf(
     if model_type in ("bloom", "gpt2", "gpt_bigcode"):
         config |= {usual: config[field] for field, usual in _GPT2_FIELDS.items() if field in config}
         config["intermediate_size"] = config.get("n_inner") or 4 * config["hidden_size"]
+    if model_type == "falcon":
+        config["intermediate_size"] = config.get("ffn_hidden_size") or 4 * config["hidden_size"]
+        config["layer_norm_eps"] = config["layer_norm_epsilon"]
+        config["num_key_value_heads"] = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+    if model_type == "hunyuan_v1_moe":
+        config |= {"num_experts_per_tok": config["moe_topk"][0], "moe_intermediate_size": config["intermediate_size"]}
+        config |= {"shared_expert_intermediate_size": config["intermediate_size"], "n_shared_experts": 1}
     further = config.get("num_nextn_predict_layers", 0)
     config["num_hidden_layers"] += further
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
@@ -1765,6 +1773,11 @@ def write_family_gguf(
         if model_type in ("bloom", "gpt_neox") and "query_key_value" in name:
             by_head = values.reshape(config["num_attention_heads"], 3, head_dim, *values.shape[1:])
             values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
+        if model_type == "falcon" and "query_key_value" in name:
+            groups = config["num_key_value_heads"]
+            group = values.reshape(groups, -1, head_dim, *values.shape[1:])
+            split = (group[:, :-2], group[:, -2:-1], group[:, -1:])
+            values = np.concatenate([part.reshape(-1, *values.shape[1:]) for part in split])
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if model_type in _PERMUTED_BY_THE_CONVERTER and heads is not None:
             values = _permute_for_adjacent_pairs(values, config[heads])

@@ -279,6 +279,7 @@ FALCON = Family(
     notes=("multi_query", "num_kv_heads", "parallel_attn", "rope_parameters"),
     describe=_describe_falcon,
     transformers=Naming(layers="transformer.h", modules=_FALCON_MODULES, grouped=_QKV),
+    gguf=GgufNaming(architecture="falcon", modules=dict.fromkeys(_QKV, "attn_qkv")),
 )
 FALCON_GROUPED = replace(
     FALCON,
@@ -286,5 +287,9 @@ FALCON_GROUPED = replace(
     classes=(),
     transformers=replace(
         FALCON.transformers, modules={**_FALCON_MODULES, "attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+    ),
+    gguf=GgufNaming(
+        architecture="falcon",
+        modules={**dict.fromkeys(_QKV, "attn_qkv"), "attention_norm": "attn_norm_2", "mlp_norm": "attn_norm"},
     ),
 )

@@ -39,7 +39,11 @@ def _describe_dense(fields: ModelFields) -> ModelConfig:
 def _describe_moe(fields: ModelFields) -> ModelConfig:
     size, attention = fields.whole("intermediate_size"), _attention_v1(fields)
     counts, chosen = _by_layer(fields, "num_experts", 1), _by_layer(fields, "moe_topk", 1)
-    for name, wanted in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
+    for name, wanted in (
+        ("moe_intermediate_size", size),
+        ("shared_expert_intermediate_size", size),
+        ("num_shared_expert", 1),
+    ):
         if set(_by_layer(fields, name, wanted)) != {wanted}:
             raise fields.wrong(name, f"{wanted} in each layer")
     layers = [
@@ -97,6 +101,7 @@ HUNYUAN_MOE = Family(
     notes=("eod_token_id", "sep_token_id", "norm_topk_prob", "use_mixed_mlp_moe"),
     describe=_describe_moe,
     transformers=Naming(modules={**_NORMS, **_SHARED, "router": "mlp.gate.wg"}),
+    gguf=GgufNaming(architecture="hunyuan-moe"),
 )
 HY_V3 = Family(
     name="hy_v3",

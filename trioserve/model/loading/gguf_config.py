@@ -264,6 +264,8 @@ _KEYS = {
     "num_key_value_heads": "attention.head_count_kv",
     "intermediate_size": "feed_forward_length",
     "n_inner": "feed_forward_length",
+    "ffn_hidden_size": "feed_forward_length",
+    "num_kv_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
     "max_seq_len": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
@@ -283,6 +285,7 @@ _KEYS = {
     "num_local_experts": "expert_count",
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "moe_topk": "expert_used_count",
     "interleave_moe_layer_step": "interleave_moe_layer_step",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
@@ -310,6 +313,7 @@ _KEYS = {
     "yarn_factor": "rope.scaling.factor",
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
+    "num_shared_expert": "expert_shared_count",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
@@ -433,6 +437,10 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     values |= hybrid | falcon_h1_values(raw, name, file.tensors) | delta_values(raw, name)
     values |= mamba2_values(raw, name, raw.whole(f"{name}.embedding_length"), file.tensors)
     values |= mamba_values(raw, name, file.tensors)
+    if name == "falcon":  # In files of llama.cpp, attention and the MLP always run parallel, and heads have groups.
+        norm_count = 1 + ("blk.0.attn_norm_2.weight" in file.tensors)
+        values |= {"new_decoder_architecture": True, "num_ln_in_parallel_attn": norm_count}
+        values["bias"] = values["attention_bias"]
     pattern_key = f"{name}.attention.sliding_window_pattern"
     if (pattern := raw.flags_or(pattern_key, None)) is not None:
         values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
@@ -508,7 +516,10 @@ def _has_qk_norm(file: GgufFile, architecture: str, expert_count: int) -> bool:
         return expert_count != 128
     if architecture == "minimax-m2":
         return True
-    return architecture in ("command-r", "glm4moe", "hunyuan-dense") and "blk.0.attn_q_norm.weight" in file.tensors
+    return (
+        architecture in ("command-r", "glm4moe", "hunyuan-dense", "hunyuan-moe")
+        and "blk.0.attn_q_norm.weight" in file.tensors
+    )
 
 
 def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int]:
