@@ -283,7 +283,7 @@ def engine_states(group: str) -> dict[str, EngineState | None]:
 
 
 def start_engines(
-    plan: GroupPlan, config: Config, *, seconds_max: float, tell: Callable[[str], None] = lambda sentence: None
+    plan: GroupPlan, config: Config, *, seconds_max: float, report: Callable[[str], None] = lambda sentence: None
 ) -> dict[str, str]:
     """Start a group of engines, and wait until all engines serve.
 
@@ -294,7 +294,7 @@ def start_engines(
         plan: description of the group.
         config: options of each engine. The options host and port are ignored.
         seconds_max: longest time until all engines serve.
-        tell: receives sentences that describe the progress.
+        report: receives sentences that describe the progress.
 
     Returns:
         URLs of the engines, by the names of their actors.
@@ -308,7 +308,7 @@ def start_engines(
         raise StartupError(f'the group "{plan.name}" exists already: end it with `ray down {plan.name}`')
     deadline = time.monotonic() + seconds_max
     try:
-        return _started(plan, config, deadline, tell)
+        return _started(plan, config, deadline, report)
     except BaseException:
         stop_engines(plan.name, seconds_max=0)
         raise
@@ -337,9 +337,9 @@ def stop_engines(group: str, *, seconds_max: float) -> int | None:
     return len(names) if names or placement_group is not None else None
 
 
-def _started(plan: GroupPlan, config: Config, deadline: float, tell: Callable[[str], None]) -> dict[str, str]:
+def _started(plan: GroupPlan, config: Config, deadline: float, report: Callable[[str], None]) -> dict[str, str]:
     needs = f"{engines_in_words(plan.replicas)} with {amounts(plan.bundle)} each, placed {plan.placement}"
-    tell(f"waiting for free nodes for {needs}; free in the cluster: {amounts(ray.available_resources())}")
+    report(f"waiting for free nodes for {needs}; free in the cluster: {amounts(ray.available_resources())}")
     group = ray.util.placement_group(
         [plan.bundle] * plan.replicas,
         strategy=plan.placement.replace("-", "_").upper(),
@@ -365,7 +365,7 @@ def _started(plan: GroupPlan, config: Config, deadline: float, tell: Callable[[s
                 raise StartupError(f"the engine {name} on {state.node} did not start: {state.failure}")
             if state is not None and state.url is not None and name not in urls:
                 urls[name] = state.url
-                tell(f"{name} serves at {state.url}")
+                report(f"{name} serves at {state.url}")
         if len(urls) < plan.replicas:
             time.sleep(LOOK_SECONDS)
     return urls

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from trioserve.bench.settings import SoakSettings
-from trioserve.bench.soak_plan import Moment, SoakPlan, Way
+from trioserve.bench.soak_plan import LeaveMethod, Moment, SoakPlan
 
 
 def plan_of(**changes) -> SoakPlan:
@@ -44,10 +44,10 @@ def test_requested_share_of_clients_leaves_at_every_moment_and_in_every_way():
     # For 4000 draws with probability one half, the standard deviation is 32.
     assert len(leaves) == pytest.approx(2000, abs=160)
     assert set(Counter(leave.moment for leave in leaves)) == set(Moment)
-    assert set(Counter(leave.way for leave in leaves)) == set(Way)
+    assert set(Counter(leave.way for leave in leaves)) == set(LeaveMethod)
     for one in made:
         if one.leave is not None:
-            assert (one.leave.way in (Way.RESET, Way.HANG_UP)) == (one.http == 2)
+            assert (one.leave.way in (LeaveMethod.RESET, LeaveMethod.HANG_UP)) == (one.http == 2)
 
 
 def test_no_client_leaves_with_abort_fraction_0():

@@ -13,7 +13,7 @@ import trio.testing
 from trioserve.bench.runner import CannotMeasure, Measured, PlainResponse
 from trioserve.bench.settings import SoakSettings
 from trioserve.bench.soak import soak
-from trioserve.bench.soak_plan import Moment, SoakClients, SoakPlan, Way
+from trioserve.bench.soak_plan import LeaveMethod, Moment, SoakClients, SoakPlan
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.memory_server import open_memory_server
 
@@ -204,7 +204,7 @@ async def test_unanswered_half_close_is_counted_and_ends_after_a_time(autojump_c
 
     plan = SoakPlan(settings(), model="m")
     requests = [one for piece in plan.slices() for one in plan.requests(piece)]
-    request = next(one for one in requests if one.leave is not None and one.leave.way is Way.HALF_CLOSE)
+    request = next(one for one in requests if one.leave is not None and one.leave.way is LeaveMethod.HALF_CLOSE)
     received = b""
     async with trio.open_nursery() as nursery:
         clients = SoakClients(nursery, settings(), lambda http: open_stream)
@@ -262,13 +262,13 @@ async def test_soak_progress_without_a_terminal_is_a_line_every_half_minute(auto
     assert any("/60 requests, " in line for line in lines)
 
 
-@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("way", list(LeaveMethod))
 async def test_server_notices_each_way_in_which_a_client_disconnects(way, autojump_clock, monkeypatch):
     from trioserve.bench import soak_plan as soak_plan
 
-    monkeypatch.setattr(soak_plan, "HTTP2_SHARE", float(way in (Way.RESET, Way.HANG_UP)))
-    monkeypatch.setattr(soak_plan, "HALF_CLOSE_SHARE", float(way is Way.HALF_CLOSE))
-    monkeypatch.setattr(soak_plan, "HANG_UP_SHARE", float(way is Way.HANG_UP))
+    monkeypatch.setattr(soak_plan, "HTTP2_SHARE", float(way in (LeaveMethod.RESET, LeaveMethod.HANG_UP)))
+    monkeypatch.setattr(soak_plan, "HALF_CLOSE_SHARE", float(way is LeaveMethod.HALF_CLOSE))
+    monkeypatch.setattr(soak_plan, "HANG_UP_SHARE", float(way is LeaveMethod.HANG_UP))
     async with open_memory_server(**ENGINE) as server:
         outcome = await soaked(server, settings(abort_fraction=1.0, requests=40, concurrency=6))
         figures = outcome.report.figures

@@ -11,7 +11,7 @@ import pytest
 from trioserve.bench.report import Outcome
 from trioserve.bench.runner import Scrape
 from trioserve.bench.settings import SoakSettings
-from trioserve.bench.soak_plan import Moment, Way
+from trioserve.bench.soak_plan import LeaveMethod, Moment
 from trioserve.bench.soak_verdict import (
     Ended,
     Evidence,
@@ -73,8 +73,8 @@ def evidence(**changes) -> Evidence:
         "memory": [(float(second), 1e9) for second in range(40)],
         "rounds": [Round(gaps(0.05), gaps(0.05))] * 2,
         "ended": [ended()] * 3
-        + [ended(Outcome.ABORTED, moment=Moment.WAIT, way=Way.RESET, left=True)] * 2
-        + [ended(moment=Moment.HEAD, way=Way.CLOSE)],
+        + [ended(Outcome.ABORTED, moment=Moment.WAIT, way=LeaveMethod.RESET, left=True)] * 2
+        + [ended(moment=Moment.HEAD, way=LeaveMethod.CLOSE)],
         "control_failed_requests": 0,
         "unanswered_half_closes": 0,
         "duration_seconds": 40.0,
@@ -92,7 +92,7 @@ def test_every_claim_holds_for_a_clean_soak():
     assert figures.all_hold
     assert (figures.requests, figures.completed_requests, figures.left_requests) == (6, 3, 2)
     assert figures.finished_early_requests == 1
-    assert figures.left_by_moment[Moment.WAIT.value] == figures.left_by_way[Way.RESET.value] == 2
+    assert figures.left_by_moment[Moment.WAIT.value] == figures.left_by_way[LeaveMethod.RESET.value] == 2
 
 
 @pytest.mark.parametrize(

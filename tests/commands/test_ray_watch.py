@@ -54,7 +54,7 @@ class FakeEngines:
 
 def looked(watch: GroupWatch, now: float = 0.0, times: int = 2) -> tuple[str, ...]:
     for _ in range(times):
-        watch.look(now)
+        watch.update(now)
     return watch.urls
 
 
@@ -74,7 +74,7 @@ def test_dead_engine_is_dropped_at_once_and_returns_at_another_url():
     watch = GroupWatch(engines)
     looked(watch)
     engines.lost.add("a")
-    watch.look(now=1.0)
+    watch.update(now=1.0)
     assert watch.urls == ("http://b:1",)
     engines.lost.clear()
     engines.urls["a"] = "http://c:7"
@@ -87,7 +87,7 @@ def test_restarted_engine_returns_at_the_same_url():
     watch = GroupWatch(engines)
     looked(watch)
     engines.lost.add("a")
-    watch.look(now=1.0)
+    watch.update(now=1.0)
     assert watch.urls == ()
     engines.lost.clear()
     assert looked(watch, now=2.0) == ("http://a:1",)

@@ -41,7 +41,7 @@ def test_a_retired_adapter_is_idle_after_its_last_release():
     second.release()
     assert book.idle() == [id]
     book.forget(id)
-    assert not book.knows(id)
+    assert not book.has(id)
     assert book.retire("a") == []
 
 

@@ -688,14 +688,14 @@ def test_failure_of_an_endpoint_with_hundreds_of_requests_causes_few_lease_searc
     router.endpoint("b", leases_max=1)
     router.sent(pinned="b")
     asked = 0
-    give = router.core._fleet.give
+    grant = router.core._fleet.grant
 
     def counted(ticket, now):
         nonlocal asked
         asked += 1
-        return give(ticket, now)
+        return grant(ticket, now)
 
-    monkeypatch.setattr(router.core._fleet, "give", counted)
+    monkeypatch.setattr(router.core._fleet, "grant", counted)
     lose_all(router, tickets)
     assert asked <= 2 * len(tickets)
 

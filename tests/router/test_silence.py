@@ -30,8 +30,8 @@ class Endpoint:
         load = {"running": 1, "waiting": 0, **load}
         self.watch.note_load(EndpointLoad(**load), self.responses, self.now, self.now)
 
-    def look(self) -> None:
-        for loss in self.watch.look(self.responses, self.now):
+    def find_lost(self) -> None:
+        for loss in self.watch.find_lost(self.responses, self.now):
             self.lost.append((loss.response, loss.reason))
             self.responses.remove(loss.response)
 
@@ -43,7 +43,7 @@ class Endpoint:
                 response.pieces += 1
             if load:
                 self.report(**load)
-            self.look()
+            self.find_lost()
 
     @property
     def reasons(self) -> list[str]:
@@ -82,9 +82,9 @@ def test_silence_does_not_count_while_no_reader_waits():
 def test_router_that_was_suspended_treats_no_response_as_lost():
     endpoint = Endpoint()
     endpoint.read(beats=True, has_body=True)
-    endpoint.look()
+    endpoint.find_lost()
     endpoint.now += 10_000
-    endpoint.look()
+    endpoint.find_lost()
     endpoint.wait(15)
     assert endpoint.lost == []
 
@@ -215,9 +215,9 @@ def test_stream_without_heartbeats_is_lost_after_stalled_seconds_max(seconds_max
 def test_suspended_router_treats_no_response_as_lost_even_with_the_smallest_time_limit():
     endpoint = Endpoint(beat_seconds=0.25, silent_seconds_max=1.5)
     endpoint.read(beats=True, has_body=True)
-    endpoint.look()  # A byte arrived just before this look.
+    endpoint.find_lost()  # A byte arrived just before this look.
     endpoint.now += 10_000
-    endpoint.look()
+    endpoint.find_lost()
     assert endpoint.lost == []
 
 

@@ -203,7 +203,7 @@ def test_withheld_flow_control_credit_stops_only_one_response():
     assert heard.body == b"x" * 80
     assert pair.server.local_flow_control_window(number) == 20
     assert pair.server.local_flow_control_window(other) == 100
-    pair.client.give_credit(number)
+    pair.client.grant_credit(number)
     pair.exchange()
     assert pair.server.local_flow_control_window(number) == 100
 

@@ -198,7 +198,7 @@ class Dispatch:
                 admission.end(RequestAborted("the request was aborted by its id"))
             if unfinished:
                 outcomes[id] = AbortOutcome.ABORTED
-            elif found or self._ended_ids.knows(id, owner=owner):
+            elif found or self._ended_ids.has(id, owner=owner):
                 outcomes[id] = AbortOutcome.ALREADY_FINISHED
             else:
                 outcomes[id] = AbortOutcome.UNKNOWN
@@ -405,12 +405,12 @@ class Dispatch:
             hangs: True if the check got no response, or if the endpoint reported that its current step hangs.
             is_hung: True if the endpoint hangs for so long that the router ejects it at once.
         """
-        was_given = self._is_given(id)
+        was_available = self._is_available(id)
         self.core.note_health(id, is_well, trio.current_time(), is_hung=is_hung)
-        if hangs and not self._is_given(id):
+        if hangs and not self._is_available(id):
             has_other = self._has_other(id)
             for admission in list(self._admissions.values()):
-                admission.withdraw_from(id, Fault.HUNG, unbegun=was_given, streams=has_other)
+                admission.withdraw_from(id, Fault.HUNG, unbegun=was_available, streams=has_other)
         self.retime()
 
     def note_leaving(self, id: EndpointId, *, move_seconds: float | None) -> None:
@@ -482,7 +482,7 @@ class Dispatch:
             state.accepts_requests and state.models & there.models for state in self.core.endpoints.values()
         )
 
-    def _is_given(self, id: EndpointId) -> bool:
+    def _is_available(self, id: EndpointId) -> bool:
         state = self.core.endpoints.get(id)
         return state is not None and state.accepts_requests
 
@@ -519,7 +519,7 @@ class EndedIds:
         if len(self._owners) > ENDED_IDS_MAX:
             self._owners.popitem(last=False)
 
-    def knows(self, id: str, *, owner: str | None) -> bool:
+    def has(self, id: str, *, owner: str | None) -> bool:
         """Return True if a request with this id ended recently.
 
         Args:

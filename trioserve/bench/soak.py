@@ -27,7 +27,7 @@ from trioserve.bench.runner import (
     scrape,
 )
 from trioserve.bench.settings import SoakSettings
-from trioserve.bench.soak_plan import Moment, Slice, SoakClients, SoakPlan, SoakRequest, Way
+from trioserve.bench.soak_plan import LeaveMethod, Moment, Slice, SoakClients, SoakPlan, SoakRequest
 from trioserve.bench.soak_verdict import (
     MEMORY,
     Ended,
@@ -365,7 +365,7 @@ class _Soak:
             failure = Failure(FailureKind.TIMEOUT, f"no whole response within {self._settings.timeout_seconds:g} s")
         measurement = reader.measurement(failure, is_over=not leaving.cancelled_caught)
         left = leaving.cancelled_caught or measurement.outcome is Outcome.ABORTED
-        if leave is not None and leave.way is Way.HANG_UP:
+        if leave is not None and leave.way is LeaveMethod.HANG_UP:
             if left:
                 self._clients.hang_up()
             elif failure is not None and self._clients.hang_up_count > hang_up_count:

@@ -15,7 +15,7 @@ from trioserve.bench.load import SPECIAL_TOKENS_MAX, PlannedRequest
 from trioserve.bench.runner import common_headers, http1_client
 from trioserve.bench.settings import SoakSettings
 
-__all__ = ["Leave", "Moment", "Slice", "SoakClients", "SoakPlan", "SoakRequest", "Way"]
+__all__ = ["Leave", "Moment", "Slice", "SoakClients", "SoakPlan", "SoakRequest", "LeaveMethod"]
 
 LONG_PROMPT_SHARE = 0.03
 SLICE_REQUESTS = 500  # A slice takes about half a minute with a small model on two cores.
@@ -43,7 +43,7 @@ DELAYS_MAX = {Moment.BODY: 0.5, Moment.WAIT: 1.5, Moment.HEAD: 0.2, Moment.TOKEN
 """The longest delay before a client leaves, as a multiple of the typical time to the first token in the warm-up."""
 
 
-class Way(enum.Enum):
+class LeaveMethod(enum.Enum):
     """How a client leaves."""
 
     CLOSE = "HTTP/1.1, close"
@@ -63,7 +63,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     moment: Moment
-    way: Way
+    way: LeaveMethod
     delay: float
     after_tokens: int | None
 
@@ -174,9 +174,9 @@ class SoakPlan:
     def _leave(self, draws: random.Random, http: int) -> Leave:
         moment = draws.choices(list(MOMENT_WEIGHTS), list(MOMENT_WEIGHTS.values()))[0]
         if http == 2:
-            way = Way.HANG_UP if draws.random() < HANG_UP_SHARE else Way.RESET
+            way = LeaveMethod.HANG_UP if draws.random() < HANG_UP_SHARE else LeaveMethod.RESET
         else:
-            way = Way.HALF_CLOSE if draws.random() < HALF_CLOSE_SHARE else Way.CLOSE
+            way = LeaveMethod.HALF_CLOSE if draws.random() < HALF_CLOSE_SHARE else LeaveMethod.CLOSE
         return Leave(
             moment=moment,
             way=way,
@@ -278,9 +278,9 @@ class SoakClients:
 
     def client_for(self, request: SoakRequest) -> Client:
         way = None if request.leave is None else request.leave.way
-        if way is Way.HALF_CLOSE:
+        if way is LeaveMethod.HALF_CLOSE:
             return self._half_closing
-        if way is Way.HANG_UP:
+        if way is LeaveMethod.HANG_UP:
             return self._hanging_up
         return self._http1 if request.http == 1 else self._http2
 

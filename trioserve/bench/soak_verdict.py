@@ -11,7 +11,7 @@ import msgspec
 from trioserve.bench.report import Machine, Outcome, Spread, measured_at, percentile, report_json, spread_line
 from trioserve.bench.runner import HistogramDifference, Scrape
 from trioserve.bench.settings import SoakSettings
-from trioserve.bench.soak_plan import Moment, Way
+from trioserve.bench.soak_plan import LeaveMethod, Moment
 
 __all__ = [
     "NEEDED_SERIES",
@@ -90,7 +90,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     failure_name: str | None
     moment: Moment | None
-    way: Way | None
+    way: LeaveMethod | None
     left: bool
 
 
@@ -268,7 +268,7 @@ class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
             control_failed_requests=evidence.control_failed_requests,
             errors=errors,
             left_by_moment={moment.value: sum(one.moment is moment for one in left) for moment in Moment},
-            left_by_way={way.value: sum(one.way is way for one in left) for way in Way},
+            left_by_way={way.value: sum(one.way is way for one in left) for way in LeaveMethod},
             aborts=sum(phase.aborts for phase in phases),
             cancel_to_free=phases,
             memory_first_half_mib=_mean(first) / 2**20 if first else None,

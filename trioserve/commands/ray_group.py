@@ -72,7 +72,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
     plan, config = plan_of(arguments)
     with connected(_address(arguments)):
-        urls = start_engines(plan, config, seconds_max=arguments.timeout, tell=_tell)
+        urls = start_engines(plan, config, seconds_max=arguments.timeout, report=_tell)
     _tell(f"{plan.name} has {engines_in_words(len(urls))}. To use them: trioserve route --endpoints-ray {plan.name}")
     return 0
 

@@ -97,7 +97,7 @@ class GroupWatch:
         `urls`."""
         return self._names is not None and self._names <= self._heard
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Poll the list of actors and wait for answers. Return after a change, or after LOOK_SECONDS.
 
         Args:
@@ -211,7 +211,7 @@ def _watch(watch: GroupWatch, lines: BinaryIO) -> None:
     reported_at = 0.0
     unheard_until = time.monotonic() + UNHEARD_SECONDS_MAX
     while True:
-        watch.look(time.monotonic())
+        watch.update(time.monotonic())
         # The router removes engines that are missing in a report. So the first report waits until all actors have
         # answered.
         if not watch.knows_all and reported is None and time.monotonic() < unheard_until:

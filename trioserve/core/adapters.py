@@ -235,7 +235,7 @@ class AdapterBook:
         """
         return self._adapters[id].name
 
-    def knows(self, id: AdapterId) -> bool:
+    def has(self, id: AdapterId) -> bool:
         return id in self._adapters
 
     def user_count(self, id: AdapterId) -> int:

@@ -33,7 +33,7 @@ from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.sessions import Session
 from trioserve.core.state_slots import OwnState
 
-__all__ = ["AskedRequest", "LiveRequest", "RequestLife", "RequestStatus"]
+__all__ = ["CoreRequest", "LiveRequest", "RequestLife", "RequestStatus"]
 
 
 class RequestStatus(enum.Enum):
@@ -64,7 +64,7 @@ _LEGAL_MOVES: frozenset[tuple[RequestStatus, RequestStatus]] = frozenset(
 )
 
 
-class AskedRequest(Protocol):
+class CoreRequest(Protocol):
     """Fields that all request types have in common.
 
     Attributes:
@@ -79,10 +79,10 @@ class AskedRequest(Protocol):
     def priority(self) -> int: ...
 
 
-Asked = TypeVar("Asked", bound=AskedRequest)
+RequestT = TypeVar("RequestT", bound=CoreRequest)
 
 
-class RequestLife(Generic[Asked]):
+class RequestLife(Generic[RequestT]):
     """The state of one unfinished request in a core.
 
     Args:
@@ -92,7 +92,7 @@ class RequestLife(Generic[Asked]):
 
     __slots__ = ("abort_reason", "arrival_index", "request", "status", "steps_in_flight")
 
-    def __init__(self, request: Asked, arrival_index: int) -> None:
+    def __init__(self, request: RequestT, arrival_index: int) -> None:
         self.request = request
         self.arrival_index = arrival_index
         self.status = RequestStatus.WAITING

@@ -161,7 +161,7 @@ class Adapters:
             ids: ids of the adapters.
         """
         for id in ids:
-            while self.book.knows(id):
+            while self.book.has(id):
                 await self._forgotten.setdefault(id, trio.Event()).wait()
 
     # --- called by the engine ---

@@ -165,7 +165,7 @@ class RateBucket:
         self._left -= amount
         return True
 
-    def give(self, count: int) -> None:
+    def allow(self, count: int) -> None:
         """Allow further events, up to the burst.
 
         Args:

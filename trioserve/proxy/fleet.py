@@ -450,7 +450,7 @@ class Fleet:
             self._left = [remote for remote in self._left if remote.is_read]
             remotes = [*self._left, *(member.remote for member in self._members.values())]
             for remote in remotes:
-                remote.look(now)
+                remote.abandon_lost(now)
             if not any(remote.is_read for remote in remotes):
                 self._reads = trio.Event()
 

@@ -29,7 +29,7 @@ from trioserve.proxy.disaggregated_request import can_be_disaggregated, serve_di
 from trioserve.proxy.model_routes import set_keep_alive
 from trioserve.proxy.peers.kept_stream import Stream, StreamCall
 from trioserve.proxy.peers.processes import RESPONSES_PATH
-from trioserve.proxy.proxied_request import AskedRequest, ProxiedRequest, RequestClock
+from trioserve.proxy.proxied_request import CheckedRequest, ProxiedRequest, RequestClock
 from trioserve.proxy.relay import attempt
 from trioserve.proxy.routed_body import (
     EDITS_PATH,
@@ -127,7 +127,7 @@ def _refusals_logged(context: RouterContext) -> Iterator[None]:
         raise
 
 
-async def _asked(context: RouterContext) -> AskedRequest:
+async def _asked(context: RouterContext) -> CheckedRequest:
     """Read and check the request.
 
     Raises:
@@ -152,7 +152,7 @@ async def _asked(context: RouterContext) -> AskedRequest:
     model = context.services.fleet.real_model(body.model)
     grace = PARTIAL_SECONDS_MAX if body.return_partial else 0.0
     clock = RequestClock(deadlines, trio.current_time(), grace_seconds=grace, limits=limits)
-    return AskedRequest(said, raw, body, form, model, clock, before)
+    return CheckedRequest(said, raw, body, form, model, clock, before)
 
 
 async def _read_form(context: RouterContext, raw: bytes) -> RoutedForm:
@@ -164,7 +164,7 @@ async def _read_form(context: RouterContext, raw: bytes) -> RoutedForm:
     return await context.services.forms.call(partial(RoutedForm.read, raw, content_type), key=tenant)
 
 
-async def _stream_of(context: RouterContext, asked: AskedRequest) -> Stream | None:
+async def _stream_of(context: RouterContext, asked: CheckedRequest) -> Stream | None:
     """Find or make the stream of the response, and set which events the client gets.
 
     Returns:
@@ -280,7 +280,7 @@ class _Freed:
         self._span.event("free")
 
 
-def _routed(context: RouterContext, asked: AskedRequest, stream: Stream) -> RoutedRequest:
+def _routed(context: RouterContext, asked: CheckedRequest, stream: Stream) -> RoutedRequest:
     """Make the request of the router core."""
     raw, body, model = asked.raw, asked.body, asked.model
     rules, headers = context.services.rules, context.exchange.headers

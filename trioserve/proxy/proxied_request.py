@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.streams.continuation import Continuation
 
 __all__ = [
-    "AskedRequest",
+    "CheckedRequest",
     "ENDED_ON_PURPOSE",
     "ERROR_BYTES_MAX",
     "ProxiedRequest",
@@ -209,7 +209,7 @@ LOADING_SECONDS = 5.0  # A stream begins after this wait for its model. Until th
 LOADING_COMMENT_SECONDS = 1.0
 
 
-class AskedRequest(msgspec.Struct, frozen=True):
+class CheckedRequest(msgspec.Struct, frozen=True):
     """A request that was read and checked.
 
     Attributes:
@@ -251,7 +251,7 @@ class ProxiedRequest:
         self,
         context: RouterContext,
         admission: AdmissionScope,
-        asked: AskedRequest,
+        asked: CheckedRequest,
         *,
         stream: Stream,
         continuation: Continuation | None,

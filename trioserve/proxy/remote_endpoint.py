@@ -309,13 +309,13 @@ class RemoteEndpoint:
         """
         self.watch.note_load(load, self._awaited, asked_at, trio.current_time())
 
-    def look(self, now: float) -> None:
+    def abandon_lost(self, now: float) -> None:
         """Give up the responses that are lost. The owner calls this every LOOK_SECONDS while responses are being read.
 
         Args:
             now: Time of Trio's clock.
         """
-        for loss in self.watch.look(self._awaited, now):
+        for loss in self.watch.find_lost(self._awaited, now):
             self._awaited[loss.response].abandon(loss)
             self.on_silent(loss.reason)
 

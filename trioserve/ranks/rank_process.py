@@ -99,7 +99,7 @@ class _Connection:
         self._lock = threading.Lock()
         self._reader = FrameReader()
 
-    def say(self, report: Report) -> None:
+    def send_report(self, report: Report) -> None:
         message = framed(encode(report))
         with self._lock, contextlib.suppress(OSError):  # The reading thread handles the end of the connection.
             self._server.sendall(message)
@@ -155,7 +155,7 @@ class _ServerLog(logging.Handler):
         self._connection = connection
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._connection.say(Log(record.levelno, record.name, record.getMessage()))
+        self._connection.send_report(Log(record.levelno, record.name, record.getMessage()))
 
 
 class _Rank:
@@ -176,7 +176,7 @@ class _Rank:
     def load(self) -> None:
         from trioserve.model.runner import ModelRunner
 
-        setup, say = self._setup, self._connection.say
+        setup, send_report = self._setup, self._connection.send_report
         whole = open_checkpoint(
             Path(self._place.path or setup.path),
             context_tokens=setup.context_tokens,
@@ -200,13 +200,13 @@ class _Rank:
             checkpoint,
             settings,
             draft=self._draft(whole),
-            progress=lambda done, total: say(Progress("", done, total)),
-            on_compile=lambda sentence, seconds: say(Progress(sentence, seconds, None)),
+            progress=lambda done, total: send_report(Progress("", done, total)),
+            on_compile=lambda sentence, seconds: send_report(Progress(sentence, seconds, None)),
             collectives=self._collectives,
             handover=self._handover,
         )
         self._offered = OfferedWeights(runner, DividedModel(whole.config, self._part_of), setup.context_tokens)
-        say(
+        send_report(
             Loaded(
                 device=runner.device,
                 dtype=runner.dtype,
@@ -269,20 +269,20 @@ class _Rank:
             return
         while begun:
             self._finish()
-        self._connection.say(Answer(order.serial, self._done(order, runner)))  # type: ignore[union-attr]
+        self._connection.send_report(Answer(order.serial, self._done(order, runner)))  # type: ignore[union-attr]
 
     def _check_weights(self, order: CheckWeights) -> None:
         """Check new weights in a thread, in parallel to steps."""
         assert self._offered is not None, "weights are replaced after loading"
-        say = self._connection.say
+        send_report = self._connection.send_report
 
         def end(error: BaseException) -> None:
             traceback.print_exception(error)
-            say(Fault("while it checked new weights", type(error).__name__, str(error)))
+            send_report(Fault("while it checked new weights", type(error).__name__, str(error)))
             sys.stderr.flush()
             os._exit(FAILED)
 
-        self._offered.begin_check(order, lambda found: say(Answer(order.serial, found)), end)
+        self._offered.begin_check(order, lambda found: send_report(Answer(order.serial, found)), end)
 
     def _finish(self) -> None:
         step, finish = self._begun.popleft()
@@ -293,7 +293,7 @@ class _Rank:
         if setup.stage < setup.stage_count - 1:
             result = None  # Only the last stage has a result.
         response = result if setup.rank_in_stage == 0 else None
-        self._connection.say(Answer(step.serial, None, response, _digest(result), seconds))
+        self._connection.send_report(Answer(step.serial, None, response, _digest(result), seconds))
 
     def _together(self) -> float:
         return 0.0 if self._collectives is None else self._collectives.seconds
@@ -392,7 +392,7 @@ def main(file_descriptor: int, place: RankPlace) -> int:
     except BaseException as error:
         if not isinstance(error, TrioserveError):
             traceback.print_exc()
-        connection.say(Fault(doing, type(error).__name__, str(error)))
+        connection.send_report(Fault(doing, type(error).__name__, str(error)))
     # `sys.exit` would wait for other threads, which may be blocked.
     sys.stderr.flush()
     os._exit(FAILED)
@@ -421,7 +421,7 @@ def _read(orders: Iterator[Order], waiting: queue.SimpleQueue[Order | _Step], co
                 steps.append(_Step(order))
                 waiting.put(steps[-1])
             elif isinstance(order, Ping):
-                connection.say(Pong(order.serial))
+                connection.send_report(Pong(order.serial))
             elif isinstance(order, Abandon | Masks):
                 _apply_to_step(steps, order)
             else:

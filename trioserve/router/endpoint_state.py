@@ -33,7 +33,7 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
 
-__all__ = ["DEATHS", "LOST", "EndpointHealth", "EndpointState", "Fault", "OwnPart"]
+__all__ = ["DEATHS", "LOST", "EndpointHealth", "EndpointState", "Fault", "OwnShare"]
 
 # Failed requests count as load, up to this number. A higher number would not change the choice of endpoints.
 FAILED_LOADS_MAX = 256
@@ -73,7 +73,7 @@ DEATHS = frozenset({Fault.BROKE, Fault.HUNG})
 """Faults of LOST that the request itself may have caused."""
 
 
-class OwnPart(NamedTuple):
+class OwnShare(NamedTuple):
     """Fraction of an endpoint's reported free slots that this router may use. All routers see the same report.
 
     Attributes:
@@ -408,7 +408,7 @@ class EndpointState:
         self._own_room = None
         self._on_change(self)
 
-    def divide_room(self, part: OwnPart, now: float) -> None:
+    def divide_room(self, part: OwnShare, now: float) -> None:
         """Limit this router to its fraction of the free slots in the current report.
 
         All routers see the same free slots at once. Without a limit, each router would fill all of them. So for a short

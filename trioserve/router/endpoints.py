@@ -14,7 +14,7 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.candidates import Rng
-from trioserve.router.endpoint_state import EndpointHealth, EndpointState, OwnPart
+from trioserve.router.endpoint_state import EndpointHealth, EndpointState, OwnShare
 from trioserve.router.model_endpoints import (
     KINDS_OF_STAGE,
     UNEJECTED,
@@ -277,7 +277,7 @@ class Endpoints:
         if part is not None:
             state.divide_room(part, now)
 
-    def _own_part(self, state: EndpointState) -> OwnPart | None:
+    def _own_part(self, state: EndpointState) -> OwnShare | None:
         """Return the fraction of the endpoint's free slots that this router may use. None if the router may use all of
         them.
 
@@ -288,7 +288,7 @@ class Endpoints:
             return None
         shares = (self._models[name].own_share for name in self._filings[state.id].models)
         share = max((state.lease_share / state.leases_max, *shares))
-        return OwnPart(share, self._rng.randrange(DRAWS) / DRAWS) if share < 1 else None
+        return OwnShare(share, self._rng.randrange(DRAWS) / DRAWS) if share < 1 else None
 
     # --- methods for time ---
 
@@ -318,7 +318,7 @@ class Endpoints:
         assert ticket.endpoint is not None
         return self.by_id[ticket.endpoint]
 
-    def give(self, ticket: Ticket, now: float) -> bool:
+    def grant(self, ticket: Ticket, now: float) -> bool:
         """Give the request a lease at the endpoint that the policy chooses.
 
         The endpoint has a free slot for each of the request's sequences. If no endpoint has so many free slots, one

@@ -290,7 +290,7 @@ class Leases:
         if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
             return False
         before = ticket.endpoint
-        if not self._fleet.give(ticket, now):
+        if not self._fleet.grant(ticket, now):
             return False
         if ticket.has_token:
             self._continuations.note(ticket, now)
@@ -368,7 +368,7 @@ class Leases:
         True if the lease was granted.
         """
         in_hand = ticket.exchange(Lease(at=now))
-        accepts_requests = self._fleet.give(ticket, now)  # A stream that moves has no stage.
+        accepts_requests = self._fleet.grant(ticket, now)  # A stream that moves has no stage.
         lease = ticket.exchange(in_hand)
         if accepts_requests:
             ticket.next_lease = lease

@@ -166,7 +166,7 @@ class SilenceWatch:
         """
         self._note_instance(instance, responses, sent_at, now)
 
-    def look(self, responses: Iterable[AwaitedResponse], now: float) -> list[Loss]:
+    def find_lost(self, responses: Iterable[AwaitedResponse], now: float) -> list[Loss]:
         """Return the responses that are lost. Call this every LOOK_SECONDS. The caller ends the lost responses.
 
         Args:

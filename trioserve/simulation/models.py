@@ -837,11 +837,11 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
     def _follow(self, orders: Sequence[ModelOrder | ModelResize]) -> None:
         for order in orders:
             if isinstance(order, ModelResize):
-                self._tell(f"  {order.name} has {order.kv_blocks} blocks: {order.reason}")
+                self._log_line(f"  {order.name} has {order.kv_blocks} blocks: {order.reason}")
                 self._count("orders: change of a cache")
                 self.book.resize(int(order.name), order)
                 continue
-            self._tell(f"  {order.name} {order.state.value}: {order.reason}")
+            self._log_line(f"  {order.name} {order.state.value}: {order.reason}")
             self._count(f"orders: {order.state.value}")
             model = self.book.models[int(order.name)]
             is_stopped = model.state is LOADING and self.book.hangs(model) and model.wanted_since is not None

@@ -219,7 +219,7 @@ class EventSimulation(Generic[World]):
     def _count(self, what: str, count: int = 1) -> None:
         self.counts[what] = self.counts.get(what, 0) + count
 
-    def _tell(self, line: str) -> None:
+    def _log_line(self, line: str) -> None:
         if self._trace is not None:
             self._trace(line)
 

@@ -36,7 +36,7 @@ class TracedRun:
     def digest(self) -> str:
         return self._digest.hexdigest()
 
-    def tell(self, line: str) -> None:
+    def log_line(self, line: str) -> None:
         line = f"{trio.current_time():.3f} {line}"
         self._digest.update(line.encode() + b"\n")
         if self._trace is not None:
@@ -145,7 +145,7 @@ class ClientsInside(Generic[Stream]):
 
     Args:
         progress: returns the amount of output of a stream, which must not grow after an abort.
-        tell: receives a trace line for each abort.
+        log_line: receives a trace line for each abort.
         count: counts aborts by result.
 
     Attributes:
@@ -153,11 +153,11 @@ class ClientsInside(Generic[Stream]):
     """
 
     def __init__(
-        self, progress: Callable[[Stream], int], *, tell: Callable[[str], None], count: Callable[[str], None]
+        self, progress: Callable[[Stream], int], *, log_line: Callable[[str], None], count: Callable[[str], None]
     ) -> None:
         self.streams: dict[int, Stream] = {}
         self._progress = progress
-        self._tell = tell
+        self._log_line = log_line
         self._count = count
         self._used_ids: set[str] = set()
         self._progress_at_abort: dict[int, int] = {}
@@ -233,7 +233,7 @@ class ClientsInside(Generic[Stream]):
         outcomes = abort(ids)
         assert list(outcomes) == list(unfinished), f"the abort of {ids} returns outcomes for {list(outcomes)}"
         for name, outcome in outcomes.items():
-            self._tell(f"abort {name}: {outcome.value}")
+            self._log_line(f"abort {name}: {outcome.value}")
             self._count(f"aborts: {outcome.value}")
             numbers = unfinished[name]
             known = AbortOutcome.ALREADY_FINISHED if name in self._used_ids else AbortOutcome.UNKNOWN

@@ -162,7 +162,7 @@ class Http2ClientProtocol:
             stream.withheld_bytes = 0
         return True
 
-    def give_a_byte(self, number: int) -> None:
+    def grant_one_byte(self, number: int) -> None:
         """Let the server send one more byte of a response whose credit is withheld. Does nothing if the response has
         ended.
 
@@ -172,7 +172,7 @@ class Http2ClientProtocol:
         with contextlib.suppress(h2.exceptions.ProtocolError):
             self._h2.increment_flow_control_window(1, number)
 
-    def give_credit(self, number: int) -> None:
+    def grant_credit(self, number: int) -> None:
         stream = self._streams.get(number)
         if stream is not None and stream.withheld_bytes is not None:
             byte_count, stream.withheld_bytes = stream.withheld_bytes, None

@@ -118,7 +118,7 @@ class HttpClientProtocol(Protocol):
             False if the protocol has no flow control.
         """
 
-    def give_credit(self, number: int) -> None:
+    def grant_credit(self, number: int) -> None:
         """Give credit for a response again, after `withhold_credit`.
 
         Args:
@@ -201,7 +201,7 @@ class Http1ClientProtocol:
     def withhold_credit(self, number: int) -> bool:
         return False
 
-    def give_credit(self, number: int) -> None:
+    def grant_credit(self, number: int) -> None:
         pass
 
     def receive(self, data: bytes) -> None:

@@ -549,9 +549,9 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         if not self._idle.is_set():
             self._note_idle()
         if not self._readmission.is_settled:
-            self._readmission.look()
+            self._readmission.advance()
         if self._pausing.state is not PauseState.RUNS:
-            self._pausing.look()
+            self._pausing.advance()
         self.load_changes.note()
 
     # --- pausing ---
@@ -887,8 +887,8 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self.dispatch.leave(admission)
         self._work.release(request)
         request.trace.freed()
-        self._readmission.look()
-        self._pausing.look()
+        self._readmission.advance()
+        self._pausing.advance()
 
     def abort(
         self,
@@ -938,7 +938,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
                 self._delivery.end_holds(request)
             if unfinished:
                 outcomes[request_id] = AbortOutcome.ABORTED
-            elif requests or self._ended_ids.knows(request_id, owner=owner):
+            elif requests or self._ended_ids.has(request_id, owner=owner):
                 outcomes[request_id] = AbortOutcome.ALREADY_FINISHED
             else:
                 outcomes[request_id] = AbortOutcome.UNKNOWN

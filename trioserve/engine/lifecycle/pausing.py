@@ -105,7 +105,7 @@ class Pausing:
         if self.state is not PauseState.PAUSED:
             self.state = PauseState.DRAINS if drains else PauseState.PAUSED
             self._settle()
-        self.look()
+        self.advance()
 
     def when_at_rest(self, do: Callable[[], bool]) -> None:
         """Register a function to be called when the engine is paused. Call this before `pause`.
@@ -116,7 +116,7 @@ class Pausing:
         """
         self._at_rest.append(do)
 
-    def look(self) -> None:
+    def advance(self) -> None:
         """Check the progress of a pause. Call this after a step was delivered, and when a request has left the core."""
         if self.state is PauseState.DRAINS and not self._has_begun():
             self.state = PauseState.PAUSED

@@ -108,7 +108,7 @@ class Readmission(Generic[ScopeT]):
         has_progress: returns True if a step has made progress since the engine was opened.
 
     Attributes:
-        is_settled: True if every request of the broken engine has begun or ended, so `look` has nothing to do.
+        is_settled: True if every request of the broken engine has begun or ended, so `advance` has nothing to do.
     """
 
     def __init__(
@@ -152,13 +152,13 @@ class Readmission(Generic[ScopeT]):
             self._accused.clear()
         self._is_alone = True
         self.is_settled = False
-        self.look()
+        self.advance()
 
     def admit(self, request: ScopeT) -> None:
         """Begin a new request. While the first suspect runs alone, the new request waits instead."""
         if self._is_alone:
             self._others.append(request)
-            self.look()
+            self.advance()
         else:
             self._begin(request)
 
@@ -178,7 +178,7 @@ class Readmission(Generic[ScopeT]):
         self._tried.clear()
         return waiting
 
-    def look(self) -> None:
+    def advance(self) -> None:
         """Begin the next request of the failed step, if the request that began before it has produced a token or left.
 
         The engine calls this method after the results of a step were delivered, and when a request has left the core.

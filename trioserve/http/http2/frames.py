@@ -233,7 +233,7 @@ class FrameGate:
             self._header_block_since = self._frame_since
 
     def _count_control_frame(self, now: float) -> None:
-        self._control_frames.give(2 * self.data_frames_sent)
+        self._control_frames.allow(2 * self.data_frames_sent)
         self.data_frames_sent = 0
         if not self._control_frames.take(now):
             raise Flood("too many control frames", ConnectionRefusal.CONTROL_FRAMES)

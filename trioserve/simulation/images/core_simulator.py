@@ -479,7 +479,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
         if plan is None:
             assert not self.live, f"{', '.join(self.live)} are live, but nothing is computed"
             return
-        self._tell(_plan_line(plan))
+        self._log_line(_plan_line(plan))
         assert plan.step_index == self.counts.get("steps", 0), f"step {plan.step_index} is repeated or too early"
         self._count("steps")
         self._count(f"steps to {plan.phase.value}")
@@ -515,7 +515,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
         else:
             events = self.core.update_from_output(plan, result, NOW)
         for event in events:
-            self._tell(f"  {event}")
+            self._log_line(f"  {event}")
         assert events == expected, f"reported events are {events}, expected are {expected}"
         self._failing.clear()
 

@@ -121,7 +121,7 @@ class ImagesSimulation(TracedRun):
         super().__init__(trace)
         self.plan = plan
         self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
-        self._inside = ClientsInside[ImageStream](_progress, tell=self.tell, count=self.count)
+        self._inside = ClientsInside[ImageStream](_progress, log_line=self.log_line, count=self.count)
         self._without_outcome: set[int] = (
             set()
         )  # clients that have entered the engine and do not know yet how their request ended
@@ -135,7 +135,7 @@ class ImagesSimulation(TracedRun):
         self._step_seconds = itertools.cycle(plan.stage.step_seconds)
         self._stop_reasons: dict[int, str] = {}  # stop reasons of requests that a pause has ended
         self._pauses = Pauses(
-            tell=self.tell,
+            log_line=self.log_line,
             count=self.count,
             note_ended=self._note_ended,
             step_seconds_max=max(plan.stage.step_seconds),
@@ -245,7 +245,7 @@ class ImagesSimulation(TracedRun):
         if scope.cancelled_caught:
             outcome = "client timeout"
         self._without_outcome.discard(client.number)
-        self.tell(f"client {client.number} {client.id}: {outcome}")
+        self.log_line(f"client {client.number} {client.id}: {outcome}")
         self.count(f"clients: {outcome}")
         return outcome
 
@@ -260,7 +260,7 @@ class ImagesSimulation(TracedRun):
             return False
         delta_count = 0
         async for delta in stream:
-            self.tell(f"client {client.number} {client.id}: {delta.index} {_shown(delta)}")
+            self.log_line(f"client {client.number} {client.id}: {delta.index} {_shown(delta)}")
             books[delta.index].take(delta)
             self._count_delta(delta)
             if delta.finish_reason not in (None, FinishReason.STOP):
@@ -306,7 +306,7 @@ class ImagesSimulation(TracedRun):
     async def _be_operator(self, fake: FakeImageEngine, order: Order) -> None:
         await trio.sleep(order.at)
         if order.drains:
-            self.tell("drain")
+            self.log_line("drain")
             self._pauses.note_drained(fake)
             fake.drain()
             for number, stream in self._inside.streams.items():
@@ -316,7 +316,7 @@ class ImagesSimulation(TracedRun):
             waiting = fake.dispatch.core.stats().waiting
             assert waiting == 0, f"{waiting} requests were in the queue, but were not refused"
         elif order.ends_all:
-            self.tell("end all")
+            self.log_line("end all")
             for number in self._inside.streams:
                 self._inside.note_end(number)
             fake.abort_all("the server is shutting down")
@@ -338,7 +338,7 @@ class ImagesSimulation(TracedRun):
             if stream.id == fail.id and any(not choice.is_ended for choice in stream._request.choices)
         ]
         if numbers:
-            self.tell(f"fail {fail.id}")
+            self.log_line(f"fail {fail.id}")
             fake.fail_request(fail.id, FAILED)
             self._failing.update(numbers)
 
@@ -395,7 +395,7 @@ class ImagesSimulation(TracedRun):
         assert fake is not None
         self.check(fake)
         works = " ".join(f"{work.request.id}[{work.step}]@{work.slot}" for work in plan.works)
-        self.tell(f"step {plan.step_index} to {plan.phase.value}: {works}{' abandoned' if is_abandoned else ''}")
+        self.log_line(f"step {plan.step_index} to {plan.phase.value}: {works}{' abandoned' if is_abandoned else ''}")
         self.count(f"steps to {plan.phase.value}")
         self.counts["preempted"] += len(plan.preempted)
         self.counts["steps abandoned"] += is_abandoned

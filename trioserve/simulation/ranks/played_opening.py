@@ -77,7 +77,7 @@ class PlayedOpening:
         harms: faults that the plan injects during this opening.
         refused_by: ranks that refuse weights, by the path of the weights.
         nursery: nursery in which the ranks run until harm, the server or the simulation ends them.
-        tell: receives trace lines of the simulation.
+        log_line: receives trace lines of the simulation.
         count: counts occurrences in the simulation.
         check: checks the rules of the simulation that must hold at any time.
         noting: returns a context manager that records failed checks.
@@ -97,7 +97,7 @@ class PlayedOpening:
         refused_by: Mapping[str, Sequence[int]],
         nursery: trio.Nursery,
         *,
-        tell: Callable[[str], None],
+        log_line: Callable[[str], None],
         count: Callable[[str], None],
         check: Callable[[], None],
         noting: Callable[[], AbstractContextManager[None]],
@@ -112,7 +112,7 @@ class PlayedOpening:
         self.harmed: list[_Harmed] = []
         self._harms = harms
         self._nursery = nursery
-        self._tell, self._count, self._check, self._noting = tell, count, check, noting
+        self._log_line, self._count, self._check, self._noting = log_line, count, check, noting
         self._come: Counter[tuple[int, Moment]] = Counter()
         self._pending: dict[int, list[Harm]] = {}
         self._arrivals: Counter[int] = Counter()
@@ -159,7 +159,7 @@ class PlayedOpening:
 
     # --- Interface for the ranks ---
 
-    async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
+    async def reach(self, rank: PlayedRank, moment: Moment) -> None:
         self._come[rank.number, moment] += 1
         # Reading weights has no time limit, so the group would notice a pending fault too late. That fault waits for
         # another moment.
@@ -176,7 +176,7 @@ class PlayedOpening:
                 await self._hold_up(harm, rank)
         await trio.lowlevel.checkpoint()
 
-    async def meet(self, rank: PlayedRank, serial: int, view: bool) -> bool:
+    async def wait_for_step(self, rank: PlayedRank, serial: int, view: bool) -> bool:
         views = self._views.setdefault(serial, {})
         assert rank.number not in views, f"rank {rank.number} comes twice to the sum of step {serial}"
         views[rank.number] = view
@@ -195,7 +195,7 @@ class PlayedOpening:
             self.step_count += 1
             self._count("steps planned ahead" if plan.is_ahead else "steps")
             chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
-            self._tell(f"step {plan.step_index}: {chunks}")
+            self._log_line(f"step {plan.step_index}: {chunks}")
 
     def note_abandoned(self, rank: PlayedRank, serial: int) -> None:
         _since, ranks = self._abandoned.setdefault(serial, (trio.current_time(), set()))
@@ -221,7 +221,7 @@ class PlayedOpening:
 
     def take_weights(self, rank: PlayedRank, path: str) -> None:
         assert not self._refused_by[path], f"{rank.name} writes {path}, which another rank has refused"
-        self._tell(f"{rank.name} writes {path}")
+        self._log_line(f"{rank.name} writes {path}")
 
     def note_end(self) -> None:
         """Record that a rank has ended. After `notice_seconds`, the other ranks notice it."""
@@ -266,7 +266,7 @@ class PlayedOpening:
 
     async def _hold_up(self, harm: Harm, rank: PlayedRank) -> None:
         if harm.kind == "slow":
-            self._tell(f"{rank.name} is slow")
+            self._log_line(f"{rank.name} is slow")
             self._count("harm: slow")
             await trio.sleep(harm.seconds)
             return
@@ -280,7 +280,7 @@ class PlayedOpening:
     def _note_harmed(self, harm: Harm, rank: PlayedRank) -> None:
         harmed = _Harmed(harm, rank, self.stage)
         self.harmed.append(harmed)
-        self._tell(f"{harmed}, {harm.moment}")
+        self._log_line(f"{harmed}, {harm.moment}")
         self._count(f"harm: {harm.kind}, {'while loading' if harm.moment in LOADING else harm.moment}")
 
     async def _come_apart(self, seconds: float) -> None:
@@ -296,7 +296,7 @@ class PlayedOpening:
 
     def note_failure(self, error: Exception) -> None:
         self.failure, self.failed_at = error, trio.current_time()
-        self._tell(f"opening {self.index} failed: {error}")
+        self._log_line(f"opening {self.index} failed: {error}")
         assert self.harmed, f"the group reports an error, but nothing has happened to its ranks: {error}"
         assert any(self._is_right(harmed, error) for harmed in self.harmed), (
             f"the group reports: {error}, but this happened: {', '.join(map(str, self.harmed))}"

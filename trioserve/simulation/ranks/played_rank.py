@@ -268,7 +268,7 @@ class PlayedGroup(Protocol):
 
     stage: RanksStage
 
-    async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
+    async def reach(self, rank: PlayedRank, moment: Moment) -> None:
         """Inject the fault that the plan has for a rank at this moment of the rank's work.
 
         Args:
@@ -278,7 +278,7 @@ class PlayedGroup(Protocol):
             Exception: the error that breaks the rank.
         """
 
-    async def meet(self, rank: PlayedRank, serial: int, view: bool) -> bool:
+    async def wait_for_step(self, rank: PlayedRank, serial: int, view: bool) -> bool:
         """Wait until all ranks have arrived at a step.
 
         Args:
@@ -492,28 +492,28 @@ class PlayedRank:
                 await self.end(f"ended with code {END_CODE}")
 
     async def _obey(self, order: Order | _Step) -> None:
-        come_to = self._group.come_to
+        reach = self._group.reach
         if isinstance(order, _Step):
             await self._compute(order)
         elif isinstance(order, RankSetup):
             await self._load(order)
         elif isinstance(order, Allocate):
-            await come_to(self, "allocate")
+            await reach(self, "allocate")
             stage = self._group.stage
             assert order.block_count == stage.block_count, f"rank {self.number} makes {order.block_count} blocks"
             model = LookingModel(vocab_size=stage.vocab_size)
             self.executor = WireExecutor(block_count=order.block_count, block_size=BLOCK_SIZE, model=model)
             self._send(Answer(order.serial))
         elif isinstance(order, WarmUp):
-            await come_to(self, "warm_up")
+            await reach(self, "warm_up")
             self.doing = "at work"
             self._send(Answer(order.serial))
         elif isinstance(order, Claim):
-            await come_to(self, "claim")
+            await reach(self, "claim")
             self._claims_left -= self._claims_left > 0
             self._send(Answer(order.serial, self._claims_left > 0))
         elif isinstance(order, AddAdapter):
-            await come_to(self, "adapter")
+            await reach(self, "adapter")
             self._send(Answer(order.serial, self._added(order)))
         elif isinstance(order, ConfirmWeights):
             self._send(Answer(order.serial))
@@ -521,14 +521,14 @@ class PlayedRank:
             await self._write(order)
         else:
             assert isinstance(order, RemoveAdapter), f"no order: {order}"
-            await come_to(self, "adapter")
+            await reach(self, "adapter")
             assert self.executor is not None
             self.executor.adapters.discard(order.id)
             self._send(Answer(order.serial))
 
     async def _load(self, setup: RankSetup) -> None:
         assert setup.rank == self.number, f"rank {self.number} got the setup of rank {setup.rank}"
-        await self._group.come_to(self, "setup")
+        await self._group.reach(self, "setup")
         for done in range(3):
             await trio.sleep(LOADING_SECONDS / 3)
             self._send(Progress("", done + 1, 3))
@@ -558,7 +558,7 @@ class PlayedRank:
     async def _check_weights(self, order: CheckWeights) -> None:
         path = order.path
         assert path is not None, f"rank {self.number} must check weights, but has no path"
-        await self._group.come_to(self, "look")
+        await self._group.reach(self, "look")
         why = self._group.refusal(self, path)
         if why is None:
             self._checked = order.offer, path
@@ -570,7 +570,7 @@ class PlayedRank:
         assert offer == order.offer, f"rank {self.number} must write {order.offer}, but has checked {offer}"
         self._group.take_weights(self, path)
         self.weights = None
-        await self._group.come_to(self, "write")
+        await self._group.reach(self, "write")
         await trio.sleep(self._group.stage.write_seconds)
         self.weights = path
         self._send(Answer(order.serial))
@@ -591,22 +591,22 @@ class PlayedRank:
         group, stage, plan, executor = self._group, self._group.stage, step.plan, self.executor
         assert executor is not None
         group.take_step(self, plan)
-        await group.come_to(self, "step")
+        await group.reach(self, "step")
         await trio.sleep(stage.step_seconds[plan.step_index % len(stage.step_seconds)])
-        is_abandoned = await group.meet(self, step.serial, step.is_abandoned())
+        is_abandoned = await group.wait_for_step(self, step.serial, step.is_abandoned())
         if step.masks is not None and not is_abandoned:
-            await group.come_to(self, "masks")
+            await group.reach(self, "masks")
             await step.masks.filled.wait()
         agreed = IsAbandoned(0 if is_abandoned else 1)
         result = executor.execute(plan, agreed)
-        await group.come_to(self, "met")
+        await group.reach(self, "met")
         digest = _digest(result)
         if digest is not None and self.stray is not None:
             digest += 1
         group.take_digest(self, step.serial, digest)
         response = result if self.number == 0 else None
         self._send(Answer(step.serial, None, response, digest))
-        await group.come_to(self, "answered")
+        await group.reach(self, "answered")
 
 
 def _digest(result: StepResult | None) -> int | None:

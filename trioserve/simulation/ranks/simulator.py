@@ -286,7 +286,7 @@ class RanksSimulation(TracedRun):
                 self._core = EngineCore(core_settings(stage), mask_maker=masks)
                 await adapters.attach(group)
                 try:
-                    self.tell(f"opening {opening.index} is open")
+                    self.log_line(f"opening {opening.index} is open")
                     opening.is_open = True
                     yield EngineParts(
                         self._core,
@@ -311,7 +311,7 @@ class RanksSimulation(TracedRun):
             harms,
             {source_of(part.number): part.refused_by for part in self.plan.parts if isinstance(part, Swap)},
             nursery,
-            tell=self.tell,
+            log_line=self.log_line,
             count=self.count,
             check=self._check_reported,
             noting=self._noting,
@@ -416,7 +416,7 @@ class RanksSimulation(TracedRun):
             self._check_left(client, stream)
         if scope.cancelled_caught:
             outcome = "client timeout"
-        self.tell(f"client {client.number}: {outcome}")
+        self.log_line(f"client {client.number}: {outcome}")
         self.count(f"clients: {outcome}")
         return outcome
 
@@ -437,7 +437,7 @@ class RanksSimulation(TracedRun):
             return False
         delta_count = whole = 0
         async for delta in stream:
-            self.tell(f"client {client.number}: {_shown(delta)}")
+            self.log_line(f"client {client.number}: {_shown(delta)}")
             index, begin, expected = delta.index, counts[delta.index], responses[delta.index]
             name = f"client {client.number}, choice {index}"
             counts[index] += len(delta.token_ids)
@@ -559,7 +559,7 @@ class RanksSimulation(TracedRun):
             await trio.lowlevel.checkpoint()
             with self._noting():
                 outcome = self._why_kept(part, error, is_over=last is not since or self._is_over(last))
-        self.tell(f"weights {part.number}: {outcome}")
+        self.log_line(f"weights {part.number}: {outcome}")
         self.count(f"swaps: {outcome}")
         with self._noting():
             self._check_weights(engine, part, outcome)

@@ -202,7 +202,7 @@ class RouterBooks:
             assert not entry.is_on_trial, f"{entry.name} is on trial, but gets {id}"
             self.continued.note_ahead(entry, self._are_newcomers_waiting(entry))
 
-    def give(self, entry: ExpectedRequest, id: str) -> None:
+    def grant(self, entry: ExpectedRequest, id: str) -> None:
         """Record that a request gets a lease. Assert that the lease is allowed.
 
         Args:
@@ -289,7 +289,7 @@ class RouterBooks:
         check_place(entry, book, [self.endpoints[other] for other in taking])
         if self.world.policy == "least_loaded" and not (entry.stage is None and id == entry.prefilled_by):
             self._check_least_loaded(entry, book, taking)
-        book.give(name, request.sequences, is_suspect=bool(entry.broken))
+        book.grant(name, request.sequences, is_suspect=bool(entry.broken))
 
     def fail(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> bool:
         """Record that an endpoint failed a request before its first token. Call this after the endpoint's own record.

@@ -192,7 +192,7 @@ class EndpointConnections:
             connection.quiet_seconds += passed
         by_response = {connection.awaited: name for name, connection in self._open.items()}
         lost: list[str] = []
-        for loss in self._watch.look(self._awaited(), now):
+        for loss in self._watch.find_lost(self._awaited(), now):
             name = by_response[loss.response]
             self._check_lost(name, self._open[name], loss.reason)
             self._count(f"connections treated as lost: {loss.reason}")
@@ -485,7 +485,7 @@ class EndpointBook:
 
     # --- Requests ---
 
-    def give(self, name: str, sequences: int, *, is_suspect: bool) -> None:
+    def grant(self, name: str, sequences: int, *, is_suspect: bool) -> None:
         if is_suspect:
             self.suspects.add(name)
             self.suspects_seen = max(self.suspects_seen, len(self.suspects))

@@ -282,7 +282,7 @@ class RoutersBooks:
         part = room * share // limit if share < limit else None
         self._reports[router, endpoint] = _Report(count - known, known, part, now)
 
-    def give(self, router: int, endpoint: str, number: int, now: float) -> None:
+    def grant(self, router: int, endpoint: str, number: int, now: float) -> None:
         """Record a lease that a router grants.
 
         Args:
@@ -331,7 +331,7 @@ class RoutersBooks:
             f"{endpoint} has free slots for router {router}, but a request waits there"
         )
 
-    def take_back(self, router: int, endpoint: str, number: int) -> None:
+    def return_lease(self, router: int, endpoint: str, number: int) -> None:
         leases = self._leases[router, endpoint]
         assert number in leases, f"router {router} releases a lease at {endpoint} twice"
         del leases[number]

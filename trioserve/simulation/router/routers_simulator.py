@@ -302,8 +302,8 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         endpoint = request.endpoint = request.ticket.endpoint
         self._undecided.discard(request.number)
         self._count("grants")
-        self._tell(f"  {request.number}: {router.name} -> {endpoint}")
-        self.books.give(router.number, endpoint, request.number, self.now)
+        self._log_line(f"  {request.number}: {router.name} -> {endpoint}")
+        self.books.grant(router.number, endpoint, request.number, self.now)
         router.core.sent(request.ticket)
         router.sent_at.append(self.now)
         turn = request.turn
@@ -315,7 +315,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         if request.turn != turn or router is None or ticket is None:
             return
         assert request.endpoint is not None
-        self.books.take_back(router.number, request.endpoint, request.number)
+        self.books.return_lease(router.number, request.endpoint, request.number)
         del router.by_ticket[ticket.index]
         self._end(request)
         router.core.first_token(ticket, self.now)
@@ -400,7 +400,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         share = router.shares.share(id, self.world.leases_max, self.now)
         if share != router.noted_shares.get(id):
             router.noted_shares[id] = share
-            self._tell(f"  {router.name} may give {share} at {id}")
+            self._log_line(f"  {router.name} may give {share} at {id}")
             self.books.set_share(router.number, id, share, self.now)
             router.core.set_lease_share(id, share, self.now)
             self._check_waits(router, id)
@@ -444,7 +444,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
     def _take_from_endpoint(self, router: _Router, request: _Request) -> None:
         """Remove a request from its endpoint before it is served."""
         assert request.endpoint is not None
-        self.books.take_back(router.number, request.endpoint, request.number)
+        self.books.return_lease(router.number, request.endpoint, request.number)
         self._leave_endpoint(self._endpoints[request.endpoint], request.number)
 
     def _leave_endpoint(self, endpoint: SimulatedEndpoint, number: int) -> None:
@@ -553,6 +553,6 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         """Return the source of randomness of one router or endpoint. It does not depend on the number of others."""
         return Random(f"{self.world.seed} {name}")
 
-    def _tell(self, line: str) -> None:
+    def _log_line(self, line: str) -> None:
         if self._trace is not None:
             self._trace(f"{self.now - BEGAN_AT:.3f}{line}")

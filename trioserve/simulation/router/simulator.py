@@ -697,18 +697,18 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         assert id is not None, f"{entry.name} has a lease without an endpoint"
         books.grant_next(entry, id)
         self._count("grants")
-        self._tell(f"  {entry.name}: {entry.endpoint} -> {id}")
+        self._log_line(f"  {entry.name}: {entry.endpoint} -> {id}")
 
     def _gone(self, id: EndpointId) -> None:
         self._reported_gone.append(id)
 
     def _take_lease(self, entry: ExpectedRequest, ticket: Ticket) -> None:
         assert ticket.endpoint is not None, f"{entry.name} has a lease without an endpoint"
-        self.books.give(entry, ticket.endpoint)
+        self.books.grant(entry, ticket.endpoint)
         self._count("grants")
         if self._endpoint_of(entry).claims > self._endpoint_of(entry).leases_max:
             self._count("grants: fewer slots than sequences")
-        self._tell(f"  {entry.name} -> {ticket.endpoint}")
+        self._log_line(f"  {entry.name} -> {ticket.endpoint}")
 
     def _note_poisoned(self, entry: ExpectedRequest) -> None:
         if not entry.is_condemned:
@@ -719,7 +719,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         reason = refusal.reason if isinstance(refusal, Overloaded) else "queue_timeout"
         self._refusals[reason] = self._refusals.get(reason, 0) + 1
         self._count(f"refused: {reason}")
-        self._tell(f"  {entry.name} refused: {reason}")
+        self._log_line(f"  {entry.name} refused: {reason}")
 
     # --- Rules after every event ---
 

@@ -62,7 +62,7 @@ class HttpClients:
             connection = self._connections.get(number, Connection(number=number))
             nursery.start_soon(self._be_connection, connection, asks)
 
-    async def be_operator(self, order: Delete, number: int) -> None:
+    async def run_operator(self, order: Delete, number: int) -> None:
         await trio.sleep(order.at)
         key = f"d{number}"
         caller = self._connect(Connection(number=-1 - number, http=1))
@@ -83,7 +83,7 @@ class HttpClients:
             outcome = AbortOutcome(msgspec.json.decode(response.body)["result"])
         promised = self._server.promised[key]
         assert outcome in promised, f"the abort of {order.id} returns {outcome.value}, expected is one of {promised}"
-        self._server.tell(f"delete {order.id}: {outcome.value}")
+        self._server.log_line(f"delete {order.id}: {outcome.value}")
         self._server.count(f"deletes: {outcome.value}")
 
     # --- Tasks of a client ---
@@ -171,7 +171,7 @@ class HttpClients:
             await trio.sleep(ask.stall_seconds)
         if ask.stall_seconds >= FOR_GOOD_SECONDS:
             self._check_given_up([ask])
-        caller.protocol.give_credit(response)
+        caller.protocol.grant_credit(response)
         await caller.flush()
 
     async def _trickle(self, caller: Caller, ask: Ask, response: Response) -> None:
@@ -180,7 +180,7 @@ class HttpClients:
         while trio.current_time() < ends_at:
             await trio.sleep_until(min(ends_at, trio.current_time() + 0.8 * self._server.limits.stall_seconds_max))
             if not response.is_over:
-                caller.protocol.give_a_byte(response)
+                caller.protocol.grant_one_byte(response)
                 await caller.flush()
 
     async def _stall_connection(self, caller: Caller, asks: list[Ask]) -> None:
@@ -214,7 +214,7 @@ class HttpClients:
         for key in keys:
             self._server.left_at.setdefault(key, now)
             self._server.untold.discard(key)
-        self._server.tell(f"client {key_of(ask)} leaves: {way}")
+        self._server.log_line(f"client {key_of(ask)} leaves: {way}")
         self._server.count(f"ways to leave: {way}, HTTP/{caller.connection.http}")
         await trio.sleep(MOMENT_SECONDS)
         for key in keys:
@@ -261,7 +261,7 @@ class HttpClients:
         key, connection = key_of(ask), caller.connection.number
         expected = expected_tokens(ask, self._server.fake.executor.model)
         outcome = outcome_of(ask, response, expected, family=self._family)
-        self._server.tell(f"client {key}: {outcome}{'' if response.lost is None else f' ({response.lost})'}")
+        self._server.log_line(f"client {key}: {outcome}{'' if response.lost is None else f' ({response.lost})'}")
         self._server.count(f"answers: {outcome}")
         if ask.has_tools:
             self._server.count(f"answers with tools: {outcome}")

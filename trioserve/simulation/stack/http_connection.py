@@ -333,17 +333,17 @@ class StrictClient:
         """
         return self._protocol.withhold_credit(response.number)
 
-    def give_a_byte(self, response: Response) -> None:
+    def grant_one_byte(self, response: Response) -> None:
         """Grant credit for one more byte. Call this method only for HTTP/2.
 
         Args:
             response: response whose credit is withheld.
         """
         assert isinstance(self._protocol, Http2ClientProtocol)
-        self._protocol.give_a_byte(response.number)
+        self._protocol.grant_one_byte(response.number)
 
-    def give_credit(self, response: Response) -> None:
-        self._protocol.give_credit(response.number)
+    def grant_credit(self, response: Response) -> None:
+        self._protocol.grant_credit(response.number)
 
     def send_goaway(self) -> None:
         """Send GOAWAY. Call this method only for HTTP/2."""

@@ -38,7 +38,7 @@ class HttpServer:
         front: settings of the front end.
         asks: all requests.
         nursery: runs the connections.
-        tell: receives trace lines.
+        log_line: receives trace lines.
         count: counts occurrences.
         check: checks the rules that must hold at any time.
         before_abort: called with an id that an operator aborts. Returns True if clients of the engine have used it.
@@ -63,7 +63,7 @@ class HttpServer:
         asks: Iterable[Ask],
         nursery: trio.Nursery,
         *,
-        tell: Callable[[str], None],
+        log_line: Callable[[str], None],
         count: Callable[[str], None],
         check: Callable[[], None],
         before_abort: Callable[[str], bool],
@@ -76,7 +76,7 @@ class HttpServer:
         )
         self.fake = fake
         self.nursery = nursery
-        self.tell, self.count, self.check_all = tell, count, check
+        self.log_line, self.count, self.check_all = log_line, count, check
         self.limits = front.limits()
         self.begun: set[str] = set()
         self.inside: dict[str, Exchange] = {}
@@ -108,7 +108,7 @@ class HttpServer:
 
         def note(what: str, data: bytes) -> None:
             digest = f" {len(data)} {blake2b(data, digest_size=8).hexdigest()}" if data else ""
-            self.tell(f"server {what} on {number}{digest}")
+            self.log_line(f"server {what} on {number}{digest}")
 
         self.nursery.start_soon(self._serve, WatchedEnd(theirs, note))
         return ours

@@ -129,13 +129,13 @@ class Lending:
 
     Args:
         stage: the engine.
-        tell: receives trace lines.
+        log_line: receives trace lines.
         count: counts occurrences.
     """
 
-    def __init__(self, stage: Stage, *, tell: Callable[[str], None], count: Callable[[str], None]) -> None:
+    def __init__(self, stage: Stage, *, log_line: Callable[[str], None], count: Callable[[str], None]) -> None:
         self._stage = stage
-        self._tell = tell
+        self._log_line = log_line
         self._count = count
         self._named: dict[str, AdapterRef] = {}  # the current adapter of each name
         self._loading: dict[
@@ -248,7 +248,7 @@ class Lending:
         self.check(fake)
 
     def _note(self, what: str, name: str, outcome: str) -> None:
-        self._tell(f"{what} {name}: {outcome}")
+        self._log_line(f"{what} {name}: {outcome}")
         self._count(f"{what}s: {outcome}")
 
     # --- Rules that must hold at any time ---

@@ -70,7 +70,7 @@ class Pauses(trio.abc.Instrument):
     """Records of pauses and sleeps. The object is an instrument of trio.run that only observes.
 
     Args:
-        tell: receives trace lines.
+        log_line: receives trace lines.
         count: counts occurrences.
         note_ended: called with a request that is about to be ended, and its stop reason.
         step_seconds_max: maximum duration of a step.
@@ -84,7 +84,7 @@ class Pauses(trio.abc.Instrument):
     def __init__(
         self,
         *,
-        tell: Callable[[str], None],
+        log_line: Callable[[str], None],
         count: Callable[[str], None],
         note_ended: Callable[[AnyScope, str], None],
         step_seconds_max: float,
@@ -92,7 +92,7 @@ class Pauses(trio.abc.Instrument):
         self.engine: HaltedEngine | None = None
         self.state = "runs"
         self.level = 0
-        self._tell, self._count, self._note_ended = tell, count, note_ended
+        self._log_line, self._count, self._note_ended = log_line, count, note_ended
         self._step_seconds_max = step_seconds_max
         self._is_of_sleep = False  # True if the engine pauses only for a sleep. It then resumes after the sleep.
         self._is_woken = False
@@ -145,7 +145,7 @@ class Pauses(trio.abc.Instrument):
     async def _halt(self, fake: HaltedEngine, halt: Halt) -> None:
         await trio.sleep(halt.at)
         what = type(halt).__name__.lower()
-        self._tell(what)
+        self._log_line(what)
         if isinstance(halt, Resume):
             self._resume_engine(fake)
             self._count("resumes")
@@ -162,7 +162,7 @@ class Pauses(trio.abc.Instrument):
             left_at_once = outcome == "left" and getattr(halt, "patience", None) == 0
             is_refused = is_over and fake.fault is None and not left_at_once
             assert not is_refused, f"the {what} must be refused, but is {outcome}"
-        self._tell(f"{what}: {outcome}")
+        self._log_line(f"{what}: {outcome}")
         self._count(f"{what}s: {outcome}")
         self.check()
 

@@ -69,7 +69,7 @@ class StackSimulation(TracedRun):
         super().__init__(trace)
         self.plan = plan
         self._inside = ClientsInside[RequestStream](
-            lambda stream: stream.completion_token_count, tell=self.tell, count=self.count
+            lambda stream: stream.completion_token_count, log_line=self.log_line, count=self.count
         )
         self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
         self._without_outcome: set[int] = set()  # numbers of clients that entered and do not know their outcome yet
@@ -78,7 +78,7 @@ class StackSimulation(TracedRun):
         self._partials: dict[int, Partial] = {}  # partial results that the engine reported for aborted requests
         self._swaps = Swaps(_model_of(plan.stage), is_on=any(isinstance(part, Swap) for part in plan.parts))
         self._pauses = SwapPauses(
-            tell=self.tell,
+            log_line=self.log_line,
             count=self.count,
             note_ended=self._note_ended,
             step_seconds_max=max(plan.stage.step_seconds),
@@ -87,7 +87,7 @@ class StackSimulation(TracedRun):
         self._idle_watch = IdleWatch()
         self._step_seconds = itertools.cycle(plan.stage.step_seconds)
         self._fake: FakeEngine | None = None
-        self._lending = Lending(plan.stage, tell=self.tell, count=self.count)
+        self._lending = Lending(plan.stage, log_line=self.log_line, count=self.count)
 
     def run(self) -> None:
         """Run the plan. Raise AssertionError if a rule is broken. Errors of the engine pass through."""
@@ -143,7 +143,7 @@ class StackSimulation(TracedRun):
                 self.plan.stage.front,
                 asks,
                 serving,
-                tell=self.tell,
+                log_line=self.log_line,
                 count=self.count,
                 check=lambda: self.check(fake),
                 before_abort=self._before_abort,
@@ -162,7 +162,7 @@ class StackSimulation(TracedRun):
                     elif isinstance(part, Unload):
                         nursery.start_soon(self._lending.unload, fake, part)
                     elif isinstance(part, Delete):
-                        nursery.start_soon(clients.be_operator, part, number)
+                        nursery.start_soon(clients.run_operator, part, number)
                 clients.start(nursery)
                 if halts := [part for part in parts if isinstance(part, Halt)]:
                     nursery.start_soon(self._pauses.operate, fake, halts)
@@ -241,7 +241,7 @@ class StackSimulation(TracedRun):
         if scope.cancelled_caught:
             outcome = "client timeout"
         self._without_outcome.discard(client.number)
-        self.tell(f"client {client.number} {client.id}: {outcome}")
+        self.log_line(f"client {client.number} {client.id}: {outcome}")
         self.count(f"clients: {outcome}")
         return outcome
 
@@ -255,7 +255,7 @@ class StackSimulation(TracedRun):
             return False
         delta_count = 0
         async for delta in stream:
-            self.tell(f"client {client.number} {client.id}: {_shown(delta)}")
+            self.log_line(f"client {client.number} {client.id}: {_shown(delta)}")
             index, begin = delta.index, counts[delta.index]
             name = f"client {client.number}, choice {index}"
             counts[index] += len(delta.token_ids)
@@ -315,7 +315,7 @@ class StackSimulation(TracedRun):
     async def _be_operator(self, fake: FakeEngine, order: Order) -> None:
         await trio.sleep(order.at)
         if order.drains:
-            self.tell("drain")
+            self.log_line("drain")
             self._pauses.note_drained(fake)
             fake.drain()
             assert self._http is not None
@@ -362,7 +362,7 @@ class StackSimulation(TracedRun):
 
     def _end_all(self, fake: FakeEngine) -> None:
         assert self._http is not None
-        self.tell("end all")
+        self.log_line("end all")
         for view in fake.live_requests():
             self._before_abort(view.id)
             if view.state != "finished":
@@ -451,7 +451,7 @@ class StackSimulation(TracedRun):
         if any(chunk.draft for chunk in plan.chunks):
             self.count("steps with draft tokens")
         chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
-        self.tell(f"step {plan.step_index}: {chunks}{' abandoned' if is_abandoned else ''}")
+        self.log_line(f"step {plan.step_index}: {chunks}{' abandoned' if is_abandoned else ''}")
         if plan.step_index == self.plan.stage.fault_at:
             raise RuntimeError(BROKEN)
         fake.step_seconds = next(self._step_seconds)

@@ -151,11 +151,11 @@ class StoredSimulation(TracedRun):
                 elif isinstance(part, Snoop):
                     nursery.start_soon(self._be_snooper, server, part)
                 elif isinstance(part, Batch):
-                    nursery.start_soon(self._stored.be_batch, server, part)
+                    nursery.start_soon(self._stored.run_batch, server, part)
                 elif isinstance(part, Keep):
-                    nursery.start_soon(self._stored.be_keeper, server, part)
+                    nursery.start_soon(self._stored.run_keeper, server, part)
                 elif isinstance(part, Disk):
-                    nursery.start_soon(self._stored.be_disk, server, part)
+                    nursery.start_soon(self._stored.fill_disk, server, part)
                 else:
                     nursery.start_soon(self._be_operator, server, part)
         await trio.sleep(self.plan.stage.seconds + 2 * self.plan.stage.step_seconds + MOMENT_SECONDS)
@@ -245,7 +245,7 @@ class StoredSimulation(TracedRun):
                         expected_number += 1
                         known = book.events.setdefault(number, event)
                         assert known == event, f"{name}: event {number} is {event!r}, and was {known!r}"
-                        self.tell(f"{name}: {number}")
+                        self.log_line(f"{name}: {number}")
                         self._check_events(book)
             is_gapless = len(book.events) == book.last
             assert book.end is not None or not is_gapless, f"{name} has ended, and no event reports how"
@@ -406,7 +406,7 @@ class StoredSimulation(TracedRun):
         self._left_at = min(self._left_at, trio.current_time())
         server.engine.drain()
         server.app.drain()
-        self.tell("leave")
+        self.log_line("leave")
 
     # --- Rules ---
 
@@ -447,7 +447,7 @@ class StoredSimulation(TracedRun):
 
     def count(self, what: str) -> None:
         super().count(what)
-        self.tell(what)
+        self.log_line(what)
 
 
 class _WatchedSteps:

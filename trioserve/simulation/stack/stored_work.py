@@ -290,7 +290,7 @@ class StoredWork:
 
     # --- Disk ---
 
-    async def be_disk(self, server: MemoryServer, part: Disk) -> None:
+    async def fill_disk(self, server: MemoryServer, part: Disk) -> None:
         """Make the disk full for some time.
 
         Args:
@@ -300,13 +300,13 @@ class StoredWork:
         await trio.sleep(part.at)
         server.store.set_disk_full(True)
         self._room_at = math.inf
-        self._run.tell("disk is full")
+        self._run.log_line("disk is full")
         if part.until is None:
             return
         await trio.sleep(part.until - part.at)
         server.store.set_disk_full(False)
         self._room_at = trio.current_time()
-        self._run.tell("disk has room")
+        self._run.log_line("disk has room")
 
     def check_refusal(self, name: str, status: int, began_at: float) -> None:
         """Assert that the server had a reason to refuse a request: a full disk or its shutdown.
@@ -342,7 +342,7 @@ class StoredWork:
 
     # --- Clients ---
 
-    async def be_batch(self, server: MemoryServer, part: Batch) -> None:
+    async def run_batch(self, server: MemoryServer, part: Batch) -> None:
         """Upload a file, create a batch, and wait for the end of the batch.
 
         Args:
@@ -383,7 +383,7 @@ class StoredWork:
             self.check_wait(f"batch {part.number}", max(began_at, self._room_at))
             await trio.sleep(LOOK_SECONDS)
         self._run.count(f"batch: {found['status']}")
-        self._run.tell(f"batch {part.number} is {found['status']}")
+        self._run.log_line(f"batch {part.number} is {found['status']}")
         await self._check_batch(server, client, part, found)
         self.note_end(part.owner, path, found)
 
@@ -411,7 +411,7 @@ class StoredWork:
         is_whole = sorted(map(int, names)) == list(range(part.lines))
         assert is_whole or found["status"] == "cancelled", f"{name} is completed with the lines {names}"
 
-    async def be_keeper(self, server: MemoryServer, part: Keep) -> None:
+    async def run_keeper(self, server: MemoryServer, part: Keep) -> None:
         """Wait for a response, and check that the store has it.
 
         Args:
