@@ -69,9 +69,9 @@ def changes_in(text: str) -> list[Change]:
         end = heads[index + 1].start() if index + 1 < len(heads) else len(text)
         old, found, new = text[head.end() : end].partition("--- new\n")
         assert found, f"{head[1]}: a change has an old text and a new one"
-        assert old.strip(), f"{head[1]}: what is it to be instead of?"
+        assert old.strip(), f"{head[1]}: the old text of a change is empty"
         changes.append(Change(head[1], old.removesuffix("\n"), new.removesuffix("\n")))
-    assert changes, "nothing is changed"
+    assert changes, "the file has no changes"
     return changes
 
 
