@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import os
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,6 +133,91 @@ def test_stream_survives_the_death_of_its_models_process(hosted):
                     os.kill(killed, signal.SIGKILL)
     assert said == whole
     assert process_of(hosted, "a") not in (None, killed)
+
+
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Start a server with memory for three chat models, an encoder and an image model."""
+    pytest.importorskip("diffusers")
+    from tests.model.diffusion.tiny_pipelines import save_stable_diffusion
+    from tests.model.tiny_encoders import write_encoder
+
+    directory = tmp_path_factory.mktemp("models")
+    write_encoder(directory / "embed", "BertModel")
+    save_stable_diffusion(directory / "image")
+    chat_models = [flag for name in "abc" for flag in ("--model", f"{name}={find_default_model('smollm2')}")]
+    server = ServerProcess(
+        *("--models-dir", str(directory), *chat_models, "--models-memory", "4", "--threads", "1"),
+        *("--kv-cache-memory", "0.25", "--max-queue-wait", "240"),
+    )
+    try:
+        server.wait_until_serving()
+        yield server
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_image_model_embeds_and_chats_are_served_side_by_side(side_by_side):
+    from PIL import Image
+
+    said = chat(side_by_side, "a", max_tokens=8)
+    with post(side_by_side, "/v1/embeddings", {"model": "embed", "input": "a text"}) as response:
+        vector = json.load(response)["data"][0]["embedding"]
+    with post(side_by_side, "/v1/images/generations", {"model": "image", "prompt": "a cat", "steps": 2}) as response:
+        image = Image.open(io.BytesIO(base64.b64decode(json.load(response)["data"][0]["b64_json"])))
+    assert any(vector)
+    assert any(low < high for low, high in image.getextrema())
+    assert chat(side_by_side, "a", max_tokens=8) == said
+    assert {name for name, state in statuses(side_by_side).items() if state == "loaded"} == {"a", "embed", "image"}
+
+
+@pytest.mark.slow
+def test_streams_of_other_models_continue_while_the_process_of_a_model_is_replaced(side_by_side):
+    limit = {"max_tokens": 200, "ignore_eos": True}
+    whole = {name: chat(side_by_side, name, **limit) for name in "abc"}
+    pids = {name: process_of(side_by_side, name) for name in "abc"}
+    events: list[tuple[str, dict[str, Any]]] = []
+    have_begun, is_killed = threading.Barrier(3), threading.Event()
+    killed_at: list[int] = []
+
+    def read(name: str) -> None:
+        messages = [{"role": "user", "content": "Count to ten."}]
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": name, "messages": messages, "temperature": 0, **usage, **limit}
+        has_begun = False
+        with post(side_by_side, PATH, body) as stream:
+            for line in stream:
+                assert not line.startswith(b": loading"), line
+                if line.startswith(b"data: {"):
+                    events.append((name, json.loads(line[6:])))
+                    if not has_begun:
+                        has_begun = True
+                        have_begun.wait(100)
+                        if name == "a":
+                            os.kill(pids["a"], signal.SIGKILL)
+                            killed_at.append(len(events))
+                            is_killed.set()
+                        else:
+                            assert is_killed.wait(100)
+
+    readers = [threading.Thread(target=read, args=(name,)) for name in "abc"]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    for name in "abc":
+        own = [event for each, event in events if each == name]
+        deltas = [event["choices"][0]["delta"] for event in own if event["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == whole[name]
+        assert len({event["id"] for event in own}) == 1
+        assert sum("role" in delta for delta in deltas) == 1
+        assert [event["usage"]["completion_tokens"] for event in own if event.get("usage")] == [200]
+    # While a is loaded again, b and c continue. Between two deltas of a running model, they send one or two each.
+    pauses = "".join(name for name, _ in events[killed_at[0] :]).split("a")
+    assert any(min(pause.count("b"), pause.count("c")) >= 5 for pause in pauses), pauses
+    assert process_of(side_by_side, "a") not in (None, pids["a"])
+    assert {name: process_of(side_by_side, name) for name in "bc"} == {name: pids[name] for name in "bc"}
 
 
 def test_processes_of_models_end_with_the_server():
