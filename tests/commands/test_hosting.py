@@ -227,12 +227,12 @@ async def test_load_without_a_process_ends_at_once_when_it_is_cancelled():
     assert (model.loaded, model.orders, model.ended) == ([], [], ["its server ended"])
 
 
-async def test_fault_of_a_model_without_a_process_is_how_it_ended():
-    model = ModelInside(fault=EngineFault("a step failed"))
+async def test_fault_of_a_model_without_a_process_is_how_it_ended_without_its_path():
+    model = ModelInside(fault=EngineFault("a step of /x failed"))
     model.can_load.set()
     with trio.fail_after(10):
         await model.run()
-    assert (len(model.loaded), model.ended) == (1, ["a step failed"])
+    assert (len(model.loaded), model.ended) == (1, ["a step of a failed"])
 
 
 async def test_model_without_a_process_that_does_not_stop_is_cancelled(autojump_clock):

@@ -342,7 +342,7 @@ class ModelProcesses:
         path = self._models[name].path
 
         def note_progress(activity: str, share: float | None) -> None:
-            on_progress(activity.replace(path, name), share)  # Clients see the activity, but no paths.
+            on_progress(_for_clients(activity, name, path), share)
 
         on_progress(f"starting the process of {name}", None)
         child = await self._next_child()
@@ -361,7 +361,11 @@ class ModelProcesses:
             code = await process.wait()
             nursery.cancel_scope.cancel()
         self._has_ended_load.set()
-        return f"its process ended with code {code}: {last_line}" if code else "its process ended"
+        return (
+            f"its process ended with code {code}: {_for_clients(last_line, name, path)}"
+            if code
+            else "its process ended"
+        )
 
     async def keep_standby(self) -> None:
         """Keep one process that has imported the modules of a server, so that the next load takes less time.
@@ -423,7 +427,7 @@ class ModelProcesses:
             on_loaded(endpoint(urls[0]))
 
         def note_progress(progress: LoadProgress) -> None:
-            on_progress(progress.what.replace(path, name), progress.share)
+            on_progress(_for_clients(progress.what, name, path), progress.share)
 
         async def stop(everything: trio.CancelScope) -> None:
             await stopping.wait()
@@ -441,7 +445,7 @@ class ModelProcesses:
                     await serve_model(config, orders, on_serving=note_serving, on_progress=note_progress)
                     nursery.cancel_scope.cancel()
         except TrioserveError as error:
-            return str(error)
+            return _for_clients(str(error), name, path)
         await return_memory()
         return "its server ended"
 
@@ -455,6 +459,11 @@ class ModelProcesses:
     def _keys(self) -> dict[str, str]:
         """Return the variables with the keys of a model's server."""
         return {f"{ENVIRONMENT_PREFIX}{name}": self._key for name in ("API_KEY", "ADMIN_API_KEY")}
+
+
+def _for_clients(text: str, name: str, path: str) -> str:
+    """Replace the path of a model by its name, because clients must not see the directories of the server."""
+    return text.replace(path, name) if os.sep in path else text
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
