@@ -178,6 +178,7 @@ def chat(*files: bytes) -> list[dict[str, Any]]:
         ("llava_onevision", 32, [(150, 61)]),
         ("llava_onevision", 32, [(33, 35)]),
         ("internvl", 32, [(150, 61), (20, 41)]),
+        ("qianfan_ocr", 32, [(150, 61), (20, 41)]),
         ("aya_vision", 32, [(150, 61), (20, 41)]),
         ("cohere2_vision", 32, [(150, 61), (20, 41)]),
         ("mistral3", 32, [(150, 61), (20, 41), (9, 64)]),

@@ -211,6 +211,7 @@ SIZE_OF_ENCODER = "the image_size of the vision_config, 32"
         ("internvl", "config.json", "vision_config.use_mask_token", True, "it must be false"),
         ("internvl", "preprocessor_config.json", "size.width", 64, SIZE_OF_ENCODER),
         ("internvl", "preprocessor_config.json", "max_patches", 65, "min_patches to 64"),
+        ("qianfan_ocr", "config.json", "vision_config.use_mean_pooling", False, "it must be true"),
         ("aya_vision", "config.json", "vision_feature_select_strategy", "default", "it must be full"),
         ("aya_vision", "config.json", "vision_feature_layer", -4, "one layer, -2 to 2"),
         ("aya_vision", "config.json", "downsample_factor", 3, "no multiple of 3"),

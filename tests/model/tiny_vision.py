@@ -27,6 +27,7 @@ KINDS = (
     "llava_next_video",
     "llava_onevision",
     "internvl",
+    "qianfan_ocr",
     "aya_vision",
     "cohere2_vision",
     "mistral3",
@@ -69,7 +70,7 @@ _SIGNS = {
     "lighton_ocr": "<|image_pad|>",
     "cohere2_vision": "<|IMG_PATCH|>",
 }
-_ROW_TOKENS = {**_SIGNS, "gemma3": "<image_soft_token>", "aya_vision": "<|IMG_PATCH|>"}
+_ROW_TOKENS = {**_SIGNS, "gemma3": "<image_soft_token>", "aya_vision": "<|IMG_PATCH|>", "qianfan_ocr": "<IMG_CONTEXT>"}
 # Classes of transformers. Others have the name of their kind.
 _CLASSES = {"pixtral": "llava"}
 _CANVASES = [[32 * rows, 32 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
@@ -104,6 +105,7 @@ _TEXTS_OF: dict[str, dict[str, Any]] = {
     },
     "llava_onevision": {"model_type": "qwen2"},
     "internvl": {"model_type": "qwen2"},
+    "qianfan_ocr": {"model_type": "qwen3", "head_dim": 16},
     # transformers' classes with images ignore logit_scale, which its class for texts multiplies logits by.
     "aya_vision": {"model_type": "cohere2", "logit_scale": 1.0, "rms_norm_eps": None, "sliding_window": 50},
     "cohere2_vision": {"model_type": "cohere2", "logit_scale": 1.0, "rms_norm_eps": None},
@@ -117,6 +119,7 @@ _EYES_OF: dict[str, dict[str, Any]] = {
     "llava_next_video": {"model_type": "clip_vision_model", "num_hidden_layers": 3},
     "llava_onevision": {"model_type": "siglip_vision_model"},
     "internvl": {"model_type": "internvl_vision"},
+    "qianfan_ocr": {"model_type": "qianfan_ocr_vision"},
     "aya_vision": {"model_type": "siglip_vision_model", "vision_use_head": False},
     "cohere2_vision": {"model_type": "siglip_vision_model"},
     "mistral3": {"model_type": "pixtral", "hidden_act": "silu", "rope_parameters": {"rope_theta": 100.0}},
@@ -166,6 +169,7 @@ def write_checkpoint(
             "video_token_index": _SPECIAL.index("<video>"),
         },
         "internvl": {"image_seq_length": TILE_TOKENS},
+        "qianfan_ocr": {"image_seq_length": TILE_TOKENS},
         "aya_vision": {"alignment_intermediate_size": 36, "adapter_layer_norm_eps": 1e-3},
         "cohere2_vision": {"alignment_intermediate_size": 36},
         "mistral3": {"spatial_merge_size": 2},
@@ -203,11 +207,14 @@ def write_checkpoint(
     model.to(getattr(torch, dtype))
     model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=END_TOKEN_ID)
     model.save_pretrained(directory)
+    if kind == "qianfan_ocr":
+        _rename_language_model(directory / "model.safetensors")
     prepares = processor(whole_kind, longest_edge=longest_edge)
     if kind in (
         "llava_next_video",
         "llava_onevision",
         "internvl",
+        "qianfan_ocr",
         "cohere2_vision",
         "mistral3",
         "pixtral",
@@ -217,6 +224,15 @@ def write_checkpoint(
         prepares.tokenizer.save_pretrained(directory)
     else:
         prepares.save_pretrained(directory)
+
+
+def _rename_language_model(file: Path) -> None:
+    """Give the language model's tensors the names of published files. transformers 5.24 saves other names."""
+    from safetensors.torch import load_file, save_file
+
+    saved, published = "language_model.model.encoder.layers.", "language_model.model.layers."
+    tensors = load_file(file)
+    save_file({name.replace(saved, published): tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
 
 
 def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = True) -> Any:
@@ -305,6 +321,13 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
         tiles = GotOcr2ImageProcessorPil(size=square, max_patches=6)
         return _without_videos(InternVLProcessor)(
             tiles, tokenizer, image_seq_length=TILE_TOKENS, chat_template=template
+        )
+    if kind == "qianfan_ocr":
+        return PlainProcessor(
+            GotOcr2ImageProcessorPil(size=square, max_patches=6, crop_to_patches=True),
+            tokenizer,
+            IMAGE_TOKEN,
+            lambda prepared, index: f"<img>{'<IMG_CONTEXT>' * TILE_TOKENS * int(prepared['num_patches'][index])}</img>",
         )
     if kind == "aya_vision":
         cropping = GotOcr2ImageProcessorPil(size=square, max_patches=6)

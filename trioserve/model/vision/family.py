@@ -75,6 +75,7 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
         has_class_token: a learned row is before the rows of the patches, and is removed after the last layer.
         has_patch_bias: the patch embedding has a bias.
         has_attention_bias: queries, keys and values have biases.
+        has_joint_qkv: queries, keys and values are one matrix in the files.
         has_first_norm: a norm is before the first layer.
         has_last_norm: a norm is after the last layer.
         has_layer_scale: learned factors multiply the output of attention and MLP.
@@ -94,6 +95,7 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_class_token: bool = False
     has_patch_bias: bool = True
     has_attention_bias: bool = True
+    has_joint_qkv: bool = False
     has_first_norm: bool = False
     has_last_norm: bool = True
     has_layer_scale: bool = False
@@ -125,6 +127,12 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
     def positions_per_side(self) -> int:
         return self.image_size // self.patch_size
 
+    @property
+    def _attention_rows(self) -> tuple[tuple[str, int], ...]:
+        """Names of the matrices of the attention, and their rows."""
+        names = ("qkv",) if self.has_joint_qkv else ("q_proj", "k_proj", "v_proj")
+        return (*((name, 3 * self.hidden_size // len(names)) for name in names), ("out_proj", self.hidden_size))
+
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of every tensor of the transformer, by name."""
         hidden, middle = self.hidden_size, self.intermediate_size
@@ -142,7 +150,7 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
         for index in range(self.layer_count):
             layer = f"vision_model.encoder.layers.{index}"
             for module, rows, columns in (
-                *((f"self_attn.{name}_proj", hidden, hidden) for name in ("q", "k", "v", "out")),
+                *((f"self_attn.{name}", rows, hidden) for name, rows in self._attention_rows),
                 ("mlp.fc1", middle, hidden),
                 ("mlp.fc2", hidden, middle),
             ):
@@ -159,7 +167,7 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True):
         return shapes
 
 
-_QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_QUERIES_KEYS_VALUES = ("self_attn.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):

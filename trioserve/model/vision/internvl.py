@@ -1,4 +1,5 @@
-"""The image encoder of InternVL (arXiv 2312.14238) in transformers' form: InternViT, then pixel shuffle and an MLP."""
+"""The image encoder of InternVL (arXiv 2312.14238) in transformers' form, and of Qianfan-OCR: InternViT, then pixel
+shuffle and an MLP."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ from trioserve.model.vision.family import (
     vision_fields,
     vit_config,
 )
-from trioserve.vision.families.internvl import InternvlProcessing
+from trioserve.vision.families.internvl import InternvlProcessing, QianfanProcessing
 
-__all__ = ["InternvlConfig", "read_internvl"]
+__all__ = ["InternvlConfig", "QianfanConfig", "read_internvl", "read_qianfan"]
 
-_NOTES = ("crop_to_patches", "layer_scale_init_value")  # transformers' processor always crops.
+# transformers' processor always crops. The last field is for training.
+_NOTES = ("crop_to_patches", "layer_scale_init_value", "drop_path_rate")
 
 
 class InternvlConfig(VisionConfig, frozen=True, kw_only=True, tag="internvl"):
@@ -76,14 +78,52 @@ class InternvlConfig(VisionConfig, frozen=True, kw_only=True, tag="internvl"):
         return shapes
 
 
+class QianfanConfig(InternvlConfig, frozen=True, kw_only=True, tag="qianfan_ocr"):
+    """The encoder of Qianfan-OCR, whose tensors have InternVL's first names."""
+
+    names: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("embeddings.position_embedding.weight", "embeddings.position_embedding"),
+        ("self_attn.out_proj.", "attn.proj."),
+        ("self_attn.", "attn."),
+        ("layer_norm1.", "norm1."),
+        ("layer_norm2.", "norm2."),
+        ("lambda_", "ls"),
+        ("multi_modal_projector.layer_norm.", "mlp1.0."),
+        ("multi_modal_projector.linear_1.", "mlp1.1."),
+        ("multi_modal_projector.linear_2.", "mlp1.3."),
+    )
+
+
 def read_internvl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[InternvlConfig, InternvlProcessing]:
-    """Read the config files.
+    """Read the config files of InternVL.
 
     Args:
         directory: checkpoint directory.
         outer: fields of config.json.
         texts: config of the language model.
     """
+    return _read(directory, outer, texts, InternvlConfig, InternvlProcessing)
+
+
+def read_qianfan(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[InternvlConfig, InternvlProcessing]:
+    """Read the config files of Qianfan-OCR.
+
+    Args:
+        directory: checkpoint directory.
+        outer: fields of config.json.
+        texts: config of the language model.
+    """
+    return _read(directory, outer, texts, QianfanConfig, QianfanProcessing)
+
+
+def _read(
+    directory: Path,
+    outer: Fields,
+    texts: ModelConfig,
+    kind: type[InternvlConfig],
+    processing: type[InternvlProcessing],
+) -> tuple[InternvlConfig, InternvlProcessing]:
+    is_qianfan = kind is QianfanConfig
     fields = vision_fields(outer)
     norm_type, has_qk_norm = fields.text_or("norm_type", "layer_norm"), fields.flag_or("use_qk_norm", False)
     if norm_type != "layer_norm" or has_qk_norm:  # Encoders with six billion parameters have both.
@@ -117,14 +157,15 @@ def read_internvl(directory: Path, outer: Fields, texts: ModelConfig) -> tuple[I
         image_size=448,
         patch_size=14,
         has_class_token=True,
-        has_attention_bias=fields.flag_or("attention_bias", False),
+        has_attention_bias=fields.flag_or("attention_bias", is_qianfan),
+        has_joint_qkv=is_qianfan,
         has_last_norm=False,
         has_layer_scale=True,
     )
-    config = InternvlConfig(vit=vit, scale_factor=scale_factor, output_size=texts.hidden_size)
+    config = kind(vit=vit, scale_factor=scale_factor, output_size=texts.hidden_size)
     warn_of_unread("vision_config in config.json", unread_names(fields, _NOTES))
     processor = processor_fields(directory)
-    return config, InternvlProcessing(
+    return config, processing(
         **pixel_fields(processor, resample=3, mean=CLIP_MEAN, std=CLIP_STD),
         **tile_limits(processor, vit, 384),
         tile_tokens=(vit.positions_per_side // scale_factor) ** 2,

@@ -23,7 +23,7 @@ from trioserve.model.vision.family import UnknownEncoder, VisionConfig
 from trioserve.model.vision.gemma3 import read_gemma3
 from trioserve.model.vision.glm_vl import read_glm4v, read_glm_ocr
 from trioserve.model.vision.idefics3 import read_idefics3
-from trioserve.model.vision.internvl import read_internvl
+from trioserve.model.vision.internvl import read_internvl, read_qianfan
 from trioserve.model.vision.llava import read_llava, read_next, read_onevision
 from trioserve.model.vision.paddleocr import read_paddleocr
 from trioserve.model.vision.pixtral import read_lighton, read_mistral3
@@ -63,6 +63,7 @@ MEDIA_FAMILIES: dict[str, _Read] = {
     "Mistral3ForConditionalGeneration": read_mistral3,
     "PaddleOCRVLForConditionalGeneration": read_paddleocr,
     "Qwen2AudioForConditionalGeneration": read_qwen2_audio,
+    "QianfanOCRForConditionalGeneration": read_qianfan,
     "Qwen2VLForConditionalGeneration": read_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,

@@ -217,7 +217,8 @@ class _Layer:
 
     def __init__(self, tower: VisionTower, config: VitConfig, name: str) -> None:
         self._head_count = config.head_count
-        self._projections = [tower.linear(f"{name}.self_attn.{part}_proj") for part in ("q", "k", "v")]
+        parts = ("qkv",) if config.has_joint_qkv else ("q_proj", "k_proj", "v_proj")
+        self._projections = [tower.linear(f"{name}.self_attn.{part}") for part in parts]
         self._output = tower.linear(f"{name}.self_attn.out_proj")
         self._up, self._down = (tower.linear(f"{name}.mlp.{part}") for part in ("fc1", "fc2"))
         self._norms = [tower.layer_norm(f"{name}.layer_norm{number}", config.norm_eps) for number in (1, 2)]
@@ -226,9 +227,10 @@ class _Layer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         normed = self._norms[0](hidden)
+        projected = [linear(normed) for linear in self._projections]
         queries, keys, values = (
-            linear(normed).view(normed.shape[0], self._head_count, -1).transpose(0, 1)[None]
-            for linear in self._projections
+            part.reshape(normed.shape[0], self._head_count, -1).transpose(0, 1)[None]
+            for part in (projected if len(projected) == 3 else projected[0].chunk(3, dim=-1))
         )
         attended = functional.scaled_dot_product_attention(queries, keys, values)
         hidden = hidden + self._scales[0] * self._output(attended[0].transpose(0, 1).reshape(hidden.shape))

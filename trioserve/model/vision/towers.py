@@ -19,7 +19,7 @@ from trioserve.model.vision.family import VisionConfig
 from trioserve.model.vision.gemma3 import Gemma3Config
 from trioserve.model.vision.glm_vl import GLM_LINEARS, GlmVLConfig
 from trioserve.model.vision.idefics3 import Idefics3Config
-from trioserve.model.vision.internvl import InternvlConfig
+from trioserve.model.vision.internvl import InternvlConfig, QianfanConfig
 from trioserve.model.vision.llava import LlavaConfig
 from trioserve.model.vision.paddleocr import PaddleConfig
 from trioserve.model.vision.pixtral import PIXTRAL_NORM_EPS, LightOnConfig, PixtralConfig
@@ -330,6 +330,7 @@ _TOWERS: dict[type[VisionConfig], type[VisionTower]] = {
     GlmVLConfig: GlmTower,
     Idefics3Config: Idefics3Tower,
     HyperClovaConfig: QwenTower,
+    QianfanConfig: InternvlTower,
     QwenVLConfig: QwenTower,
     InternvlConfig: InternvlTower,
     LightOnConfig: PixtralTower,

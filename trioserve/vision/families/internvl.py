@@ -15,7 +15,7 @@ from trioserve.vision.families.family import FamilyProcessing
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["AyaProcessing", "CohereProcessing", "InternvlProcessing"]
+__all__ = ["AyaProcessing", "CohereProcessing", "InternvlProcessing", "QianfanProcessing"]
 
 
 class InternvlProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="internvl"):
@@ -86,6 +86,12 @@ class InternvlProcessing(FamilyProcessing, frozen=True, kw_only=True, tag="inter
             if difference < least or (difference == least and is_filled):
                 best, least = grid, difference
         return best
+
+
+class QianfanProcessing(InternvlProcessing, frozen=True, kw_only=True, tag="qianfan_ocr"):
+    """Preprocessing of the images of Qianfan-OCR."""
+
+    sign: ClassVar[str] = "<image>"
 
 
 class AyaProcessing(InternvlProcessing, frozen=True, kw_only=True, tag="aya_vision"):

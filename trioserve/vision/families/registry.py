@@ -10,7 +10,12 @@ import numpy.typing as npt
 from trioserve.contracts.media import ImagePlan, Tiles
 from trioserve.vision.families.gemma3 import Gemma3Processing
 from trioserve.vision.families.idefics3 import Idefics3Processing
-from trioserve.vision.families.internvl import AyaProcessing, CohereProcessing, InternvlProcessing
+from trioserve.vision.families.internvl import (
+    AyaProcessing,
+    CohereProcessing,
+    InternvlProcessing,
+    QianfanProcessing,
+)
 from trioserve.vision.families.llava import LlavaProcessing, OneVisionProcessing
 from trioserve.vision.families.pixtral import LightOnProcessing, PixtralProcessing
 from trioserve.vision.families.qwen_vl import (
@@ -38,6 +43,7 @@ ImageProcessing: TypeAlias = (
     | OneVisionProcessing
     | PaddleProcessing
     | PixtralProcessing
+    | QianfanProcessing
     | QwenVLProcessing
 )
 
