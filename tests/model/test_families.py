@@ -97,10 +97,11 @@ GGUF_KINDS = (
     "deepseek-v2-lite",
     "deepseek-v3",
     "moonlight",
+    "glm-moe-dsa",
     "minicpm3",
     "llama4-long",
 )
-HALVES_KINDS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "moonlight")
+HALVES_KINDS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "moonlight", "glm-moe-dsa")
 BASE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -137,6 +138,18 @@ def test_gguf_file_and_directory_give_the_same_model(
     path = tmp_path / "model.gguf"
     tiny_checkpoints.write_family_gguf(tiny_checkpoint(kind), path, has_latent_halves=has_latent_halves)
     check_same_model(path, tiny_checkpoint(kind), tensors_of, has_scale=not kind.startswith("gemma"))
+
+
+def test_layers_with_an_indexer_are_found_by_their_tensors_in_an_older_gguf_file(
+    tiny_checkpoints: ModuleType,
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.gguf"
+    tiny_checkpoints.write_family_gguf(tiny_checkpoint("glm-moe-dsa"), path, has_indexer_types=False)
+    check_same_model(path, tiny_checkpoint("glm-moe-dsa"), tensors_of)
+    assert not open_checkpoint(path, context_tokens=10).config.is_sparse
 
 
 def test_gguf_file_and_directory_of_hunyuan_moe_give_the_same_model(

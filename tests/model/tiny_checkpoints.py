@@ -1594,7 +1594,7 @@ _GPT2_FIELDS = {
     "n_positions": "max_position_embeddings",
     "layer_norm_epsilon": "layer_norm_eps",
 }
-_ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
+_ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 _HYBRIDS = ("granitemoehybrid", "jamba", "lfm2", "lfm2_moe")
 _PERMUTED_BY_THE_CONVERTER = (
     "granite",
@@ -1634,6 +1634,7 @@ _ARCHITECTURES = {
     "falcon_mamba": "mamba",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "glm_moe_dsa": "glm-dsa",
     "llama4_text": "llama4",
 }
 
@@ -1646,6 +1647,7 @@ def write_family_gguf(
     special_tokens: tuple[str, ...] = (),
     has_latent_halves: bool = False,
     has_both_forms: bool = False,
+    has_indexer_types: bool = True,
     quant_type: str = "F32",
 ) -> None:
     """Write a checkpoint directory of a kind of FAMILY_KINDS as GGUF, with the tensor names of the gguf package.
@@ -1657,6 +1659,7 @@ def write_family_gguf(
         has_latent_halves: the projections of latents to keys and to values are two tensors, as in the converter since
             2025.
         has_both_forms: the joint tensor of both projections is written, too.
+        has_indexer_types: the metadata says which layers have an indexer, as in the converter since 2026.
     """
     import gguf
     from safetensors.torch import load_file
@@ -1711,6 +1714,13 @@ def write_family_gguf(
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if model_type == "exaone_moe":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if model_type == "glm_moe_dsa":
+        writer.add_indexer_head_count(config["index_n_heads"])
+        writer.add_indexer_key_length(config["index_head_dim"])
+        writer.add_indexer_top_k(config["index_topk"])
+        if has_indexer_types:
+            kinds = [kind == "full" for kind in config["indexer_types"]]
+            writer.add_array("glm-dsa.attention.indexer.types", kinds)
     if model_type == "granitemoeshared":
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     if model_type == "mamba2":

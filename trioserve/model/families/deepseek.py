@@ -326,6 +326,14 @@ GLM_MOE_DSA = replace(
         "index_n_heads": 32,
     },
     describe=_describe_glm_dsa,
+    gguf=GgufNaming(
+        architecture="glm-dsa",
+        pairs_adjacent=True,
+        unread=tuple(
+            f"indexer.{name}"
+            for name in ("attn_q_b.weight", "attn_k.weight", "k_norm.weight", "k_norm.bias", "proj.weight")
+        ),
+    ),
 )
 SARVAM_MLA = Family(
     name="sarvam_mla",

@@ -308,6 +308,9 @@ _KEYS = {
     "norm_eps": "attention.layer_norm_rms_epsilon",
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
     "qk_rope_head_dim": "rope.dimension_count",
     "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
     "yarn_factor": "rope.scaling.factor",
@@ -437,6 +440,11 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     values |= hybrid | falcon_h1_values(raw, name, file.tensors) | delta_values(raw, name)
     values |= mamba2_values(raw, name, raw.whole(f"{name}.embedding_length"), file.tensors)
     values |= mamba_values(raw, name, file.tensors)
+    if name == "glm-dsa":
+        count = raw.whole(f"{name}.block_count") - further
+        found = [f"blk.{index}.indexer.attn_k.weight" in file.tensors for index in range(count)]
+        found = raw.flags_or(f"{name}.attention.indexer.types", found)
+        values["indexer_types"] = ["full" if own else "shared" for own in found]
     if name == "falcon":  # In files of llama.cpp, attention and the MLP always run parallel, and heads have groups.
         norm_count = 1 + ("blk.0.attn_norm_2.weight" in file.tensors)
         values |= {"new_decoder_architecture": True, "num_ln_in_parallel_attn": norm_count}
@@ -453,6 +461,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         rope=functools.partial(_rope, file, str(name), context_tokens),
         eos_token_ids=_end_token_ids(raw),
         dtype_name=_dtype_name(file),
+        served_tokens=context_tokens,
     )
     config = family.config_from(fields)
     read = raw.asked | {spellings.get(field, field) for field in fields.asked}
