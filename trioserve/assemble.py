@@ -460,5 +460,6 @@ def _pooling_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSett
         is_encoder=True,
         continues_texts=False,
         scores_pairs=encoder.scores_pairs,
+        label_count=encoder.label_count,
         whole_tokens_max=whole_tokens_max,
     )

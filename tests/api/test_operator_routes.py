@@ -50,6 +50,7 @@ OF_CLIENTS = frozenset(
         *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/decisions"),
         *("/v1/messages/batches", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens", "/v1/files"),
         *("/v1/batches", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize", "/detokenize"),
+        "/pooling",
         *("/v1/images/generations", "/v1/images/edits", "/v1/audio/transcriptions", "/v1/audio/translations"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
         # The routes below address an object of the caller by its id.

@@ -71,6 +71,26 @@ async def test_a_model_with_a_scoring_head_scores_each_pair(autojump_clock: Any)
         assert "scores pairs of texts and computes no embeddings" in response["error"]["message"]
 
 
+async def test_pooling_returns_vectors_of_texts_or_tokens(autojump_clock: Any) -> None:
+    async with served(encoder="embed") as server:
+        status, whole = await ask(server, "/pooling", {"input": ["one", "two"]})
+        assert status == 200
+        _, tokens = await ask(server, "/pooling", {"input": ["one", "two"], "task": "token_embed"})
+        _, embeddings = await ask(server, "/v1/embeddings", {"input": ["one", "two"]})
+        vectors = [entry["embedding"] for entry in embeddings["data"]]
+        assert [entry["data"] for entry in whole["data"]] == vectors
+        assert [entry["data"] for entry in tokens["data"]] == [[vector] for vector in vectors]
+        assert (whole["object"], whole["data"][1]["object"], whole["data"][1]["index"]) == ("list", "pooling", 1)
+        _, encoded = await ask(server, "/pooling", {"input": "one", "encoding_format": "base64"})
+        assert isinstance(encoded["data"][0]["data"], str)
+        status, refused = await ask(server, "/pooling", {"input": "one", "task": "token_classify"})
+        assert (status, refused["error"]["param"]) == (400, "task")
+    async with served() as server:
+        status, refused = await ask(server, "/pooling", {"input": "one", "task": "token_embed"})
+        assert status == 400
+        assert "only encoders compute a result for each token" in refused["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
 @pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
 @pytest.mark.parametrize(

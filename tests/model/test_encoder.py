@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from trioserve.assemble import open_engine
-from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
+from trioserve.contracts.errors import ContextTooLong, InvalidRequest, ModelLoadError, StartupError
 from trioserve.contracts.pooling import Pooling, PoolingParams, TextPair
 from trioserve.contracts.prompt import Cut
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
+from trioserve.engine import pooling_request
 from trioserve.model.encoder_runner import EncoderRunner
 from trioserve.model.loading.encoder_directory import opened_encoder
 from trioserve.model.settings import ModelSettings
@@ -243,6 +244,55 @@ def test_scores_of_pairs_equal_those_of_transformers(kind: str, changes: Any, en
             logit = model(torch.tensor([tokens]), **segments).logits[0]
         assert result is not None
         assert result.pooled[name].values() == pytest.approx(torch.sigmoid(logit).tolist(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("BertForTokenClassification", {}),
+        ("ErnieForTokenClassification", {"num_labels": 1}),
+        ("ModernBertForTokenClassification", {"classifier_bias": True}),
+    ],
+)
+def test_labels_of_tokens_equal_those_of_transformers(kind: str, changes: Any, encoders: Any) -> None:
+    path = encoders(kind, **changes)
+    texts = texts_of((9, 20, 1))
+    pooling = Pooling(task="token_classify", method="mean", normalize=True, is_whole=True)
+    result = run(load(path), {name: (tokens, pooling) for name, tokens in texts.items()})
+    model = theirs(path, kind)
+    for name, tokens in texts.items():
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0]
+        expected = torch.sigmoid(logits) if logits.shape[1] == 1 else logits.softmax(-1)
+        assert result is not None
+        np.testing.assert_allclose(result.pooled[name].rows(), expected.numpy(), atol=TOLERANCE, rtol=0)
+
+
+def test_vectors_of_tokens_are_shortened_and_have_length_1(encoders: Any) -> None:
+    path, tokens = encoders("BertModel"), texts_of()["t2"]
+    pooling = Pooling(task="token_embed", method="cls", normalize=True, dimensions=7, is_whole=True)
+    result = run(load(path), {"t": (tokens, pooling)})
+    with torch.no_grad():
+        states = theirs(path, "BertModel")(torch.tensor([tokens])).last_hidden_state[0, :, :7].numpy()
+    expected = states / np.linalg.norm(states, axis=1, keepdims=True)
+    assert result is not None
+    np.testing.assert_allclose(result.pooled["t"].rows(), expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_engine_labels_tokens_and_bounds_their_results(encoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_engine(str(encoders("BertForTokenClassification"))) as engine:
+        params = PoolingParams(task="token_classify")
+        (found,) = await engine.embed("rains", params)
+        assert [len(row) for row in found.rows()] == [5] * 4
+        with pytest.raises(InvalidRequest, match="labels tokens and computes no embeddings"):
+            await engine.embed("rains")
+        monkeypatch.setattr(pooling_request, "TOKEN_RESULTS_BYTES_MAX", 4 * 5 * 4)
+        assert await engine.embed("rains", params) == (found,)
+        with pytest.raises(InvalidRequest, match="have 8 tokens with 5 numbers each"):
+            await engine.embed(["rains", "rains"], params)
+    async with open_engine(str(encoders("BertModel"))) as engine:
+        with pytest.raises(InvalidRequest, match="has no head that labels tokens"):
+            await engine.embed("rains", params)
 
 
 def test_score_has_no_sigmoid_if_the_config_says_so(encoders: Any, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 KINDS = (
     "BertModel",
     "BertForSequenceClassification",
+    "BertForTokenClassification",
     "ErnieModel",
     "ErnieForSequenceClassification",
     "RobertaForMaskedLM",
@@ -29,6 +30,7 @@ KINDS = (
     "ModernBertModel",
     "ModernBertForMaskedLM",
     "ModernBertForSequenceClassification",
+    "ModernBertForTokenClassification",
 )
 
 
@@ -60,7 +62,7 @@ def write_encoder(directory: Path, kind: str, **changes: Any) -> None:
     if "Ernie" in kind:
         fields |= {"use_task_id": True, "task_type_vocab_size": 3}
     if "Classification" in kind:
-        fields["num_labels"] = 1
+        fields["num_labels"] = 5 if "Token" in kind else 1
     torch.manual_seed(1)
     model_class = getattr(transformers, kind)
     model = model_class(model_class.config_class(**(fields | changes)))

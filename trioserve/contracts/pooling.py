@@ -22,6 +22,7 @@ __all__ = [
     "PoolingMethod",
     "PoolingParams",
     "PoolingTask",
+    "TOKEN_TASKS",
     "TextPair",
 ]
 
@@ -29,9 +30,11 @@ INPUTS_MAX = 2048  # One request may have this many inputs, as in OpenAI's API.
 DIMENSIONS_MAX = 2**24  # No model has so many dimensions. The engine checks the limit of the loaded model.
 
 PoolingMethod = Literal["last", "mean", "cls"]
-PoolingTask = Literal["embed", "score", "labels"]
+PoolingTask = Literal["embed", "score", "labels", "token_embed", "token_classify"]
 METHODS: tuple[PoolingMethod, ...] = ("last", "mean", "cls")
-TASKS: tuple[PoolingTask, ...] = ("embed", "score", "labels")
+TASKS: tuple[PoolingTask, ...] = ("embed", "score", "labels", "token_embed", "token_classify")
+TOKEN_TASKS: tuple[PoolingTask, ...] = ("token_embed", "token_classify")
+"""Tasks whose result has one row for each token. Only encoders compute them."""
 
 
 class TextPair(msgspec.Struct, frozen=True):
@@ -62,6 +65,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         task: "embed" returns a vector for each prompt. "score" returns the score of a pair of texts, for models with a
             scoring head. "labels" returns the natural logarithm of each label's probability among all tokens.
+            "token_embed" returns a vector for each token of a prompt, and "token_classify" the probability of each of
+            the model's labels for each token. Both are for encoders.
         method: Which hidden states become the vector: "last" (last token), "cls" (first token) or "mean" (the mean of
             all tokens). None for the model's own method.
         normalize: True to scale the vector to length 1. None for the model's own setting.
@@ -120,9 +125,11 @@ class PoolingResult(msgspec.Struct, frozen=True):
 
     Attributes:
         data: float32 numbers, little-endian.
+        row_size: Numbers for each token. 0: the result is for the whole prompt.
     """
 
     data: bytes
+    row_size: int = 0
 
     @classmethod
     def of(cls, values: list[float]) -> PoolingResult:
@@ -139,6 +146,11 @@ class PoolingResult(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         """Return the count of numbers."""
         return len(self.data) // 4
+
+    def rows(self) -> list[list[float]]:
+        """Return the numbers of each token, for a task of TOKEN_TASKS."""
+        numbers, size = self.values(), self.row_size
+        return [numbers[first : first + size] for first in range(0, len(numbers), size)]
 
     def values(self) -> list[float]:
         numbers = array.array("f", self.data)

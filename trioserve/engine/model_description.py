@@ -27,6 +27,7 @@ class PoolingModel(msgspec.Struct, frozen=True, kw_only=True):
         continues_texts: True if the model can also generate text. False for encoders, and for decoders whose checkpoint
             has no output head.
         scores_pairs: True if the model scores a pair of texts and computes no vectors.
+        label_count: labels that the model gives each token. Such a model computes no vector of a whole prompt. 0: none.
         whole_tokens_max: highest number of tokens in a prompt that is computed in one step.
     """
 
@@ -36,6 +37,7 @@ class PoolingModel(msgspec.Struct, frozen=True, kw_only=True):
     is_encoder: bool = False
     continues_texts: bool = True
     scores_pairs: bool = False
+    label_count: int = 0
     whole_tokens_max: int
 
     def is_whole(self, params: PoolingParams) -> bool:

@@ -12,7 +12,15 @@ from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.contracts.arguments import check_count, is_list, refuse, to_items, to_str
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
-from trioserve.contracts.pooling import INPUTS_MAX, LabelledPrompt, Pooling, PoolingInput, PoolingParams, TextPair
+from trioserve.contracts.pooling import (
+    INPUTS_MAX,
+    TOKEN_TASKS,
+    LabelledPrompt,
+    Pooling,
+    PoolingInput,
+    PoolingParams,
+    TextPair,
+)
 from trioserve.contracts.prompt import ChatPrompt, Cut
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -124,6 +132,7 @@ class PoolingRequest(OpenRequest):
 
 # Highest number of labels in one prompt. The step that ends the prompt computes one row of logits for each label.
 LABELS_MAX = 128
+TOKEN_RESULTS_BYTES_MAX = 64 * 2**20  # Results of one request that have a row for each token.
 
 
 def checked_inputs(inputs: object) -> tuple[PoolingInput, ...]:
@@ -227,6 +236,7 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
             f"{model.name} scores pairs of texts and computes no embeddings: ask it for scores, or to rerank",
             param="model",
         )
+    _check_token_task(model, pooled, params)
     if any(isinstance(one, TextPair | LabelledPrompt) for one in inputs):
         raise InvalidRequest(
             'pairs of texts are for the task "score" and labels for "labels": a vector is computed from one text',
@@ -245,6 +255,21 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
             param="dimensions",
         )
     return pooled
+
+
+def _check_token_task(model: ModelDescription, pooled: PoolingModel, params: PoolingParams) -> None:
+    if params.task in TOKEN_TASKS and not pooled.is_encoder:
+        raise InvalidRequest(
+            f"{model.name} is a decoder: only encoders compute a result for each token. Ask it for embeddings",
+            param="task",
+        )
+    if params.task == "token_classify" and not pooled.label_count:
+        raise InvalidRequest(f"{model.name} has no head that labels tokens: ask it for embeddings", param="task")
+    if params.task == "embed" and pooled.label_count:
+        raise InvalidRequest(
+            f"{model.name} labels tokens and computes no embeddings of texts: ask /pooling for the task token_classify",
+            param="model",
+        )
 
 
 def pooling_sequences(model: ModelDescription, request: PoolingRequest) -> list[tuple[Choice, EngineRequest]]:
@@ -268,6 +293,15 @@ def pooling_sequences(model: ModelDescription, request: PoolingRequest) -> list[
     tokens_max = model.pooling_tokens_max(params)
     for index, count in enumerate(request.input_token_counts):
         _check_length(request.name_of(index), count, tokens_max, model.context_tokens_max)
+    if params.task in TOKEN_TASKS:
+        width = params.dimensions or pooled.embedding_size if params.task == "token_embed" else pooled.label_count
+        size = 4 * width * request.prompt_token_count
+        if size > TOKEN_RESULTS_BYTES_MAX:
+            raise InvalidRequest(
+                f"the inputs have {request.prompt_token_count} tokens with {width} numbers each, which are {size:,} "
+                f"bytes: {TOKEN_RESULTS_BYTES_MAX:,} are allowed. Send fewer inputs at a time",
+                param="input",
+            )
     for index, one in enumerate(request.encoded):
         if one.label_token_ids and max(one.label_token_ids) >= model.vocab_size:
             name = request.name_of(index)

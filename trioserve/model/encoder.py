@@ -318,7 +318,7 @@ class Encoder:
         else:
             self._layers = [ModernBertLayer(config, modern, i, dtype, device) for i in range(config.layer_count)]
             self._final_norm = LayerNorm("final_norm", config, dtype, device)
-        self._head = _Head(config, dtype, device) if config.scores_pairs else None
+        self._head = _Head(config, dtype, device) if config.scores_pairs or config.label_count else None
 
     def slots(self) -> Iterator[TensorSlot]:
         """Yield a slot for every tensor of the checkpoint."""
@@ -366,6 +366,19 @@ class Encoder:
         found = self._head(torch.stack(pooled)).to(torch.float32)[:, 0]
         return torch.sigmoid(found) if self.config.applies_sigmoid else found
 
+    def labels(self, hidden: Tensor) -> Tensor:
+        """Return the probability of each label for each token.
+
+        Args:
+            hidden: rows of forward's result, [tokens, hidden_size].
+
+        Returns:
+            float32 [tokens, label_count].
+        """
+        assert self._head is not None, "the model has no head that labels tokens"
+        found = self._head(hidden).to(torch.float32)
+        return torch.sigmoid(found) if self.config.label_count == 1 else found.softmax(-1)
+
     def _inputs(self, texts: Sequence[EncodedText]) -> tuple[Tensor, Tensor, Tensor]:
         token_ids = np.concatenate([np.asarray(text.token_ids, dtype=np.int64) for text in texts])
         places = [np.arange(len(text.token_ids), dtype=np.int64) for text in texts]
@@ -382,17 +395,19 @@ class Encoder:
 
 
 class _Head:
-    """Scoring head with two products. Between them, BERT has tanh, and ModernBERT has a configured activation and a
-    norm.
+    """Head that scores texts or labels tokens, with two products. Between them, BERT has tanh, and ModernBERT has a
+    configured activation and a norm. BERT's head that labels tokens has only the second product.
     """
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         hidden, modern = config.hidden_size, config.modern
         has_bias = modern is None or modern.head_bias
-        self._dense = Linear(hidden, {"head_dense": hidden}, bias=has_bias, dtype=dtype, device=device)
+        self._dense = None
+        if modern is not None or not config.label_count:
+            self._dense = Linear(hidden, {"head_dense": hidden}, bias=has_bias, dtype=dtype, device=device)
         self._activate = torch.tanh if modern is None else ACTIVATIONS[modern.head_activation]
         self._norm = None if modern is None else LayerNorm("head_norm", config, dtype, device)
-        self._out = Linear(hidden, {"head_out": 1}, bias=True, dtype=dtype, device=device)
+        self._out = Linear(hidden, {"head_out": config.label_count or 1}, bias=True, dtype=dtype, device=device)
 
     def slots(self) -> Iterator[TensorSlot]:
         for part in (self._dense, self._norm, self._out):
@@ -400,13 +415,13 @@ class _Head:
                 yield from part.slots()
 
     def __call__(self, pooled: Tensor) -> Tensor:
-        """Score pooled rows.
+        """Score pooled rows, or label rows of tokens.
 
         Args:
-            pooled: [texts, hidden_size].
+            pooled: [rows, hidden_size].
 
         Returns:
-            [texts, 1].
+            [rows, 1], or [rows, label_count].
         """
-        values = self._activate(self._dense(pooled))
+        values = pooled if self._dense is None else self._activate(self._dense(pooled))
         return self._out(values if self._norm is None else self._norm(values))

@@ -33,6 +33,7 @@ EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 # A damaged config must not make torch allocate a petabyte.
 LAYERS_MAX = 1_024
 HEADS_MAX = 4_096
+LABELS_MAX = 65_536
 DIMENSION_MAX = 2**24
 
 
@@ -118,6 +119,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         method: pooling of rows into a vector, or into the input of the scoring head.
         normalize: scale vectors to length 1.
         scores_pairs: the model has a head that scores a pair of texts.
+        label_count: labels of the model's head that labels each token. 0: there is no such head.
         applies_sigmoid: the score is passed through a sigmoid.
         modern: description of ModernBERT's layers, which have no table of segments. None: the layers are BERT's.
         rotated: differences of the layers from BERT's. None: there are none.
@@ -141,6 +143,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     method: PoolingMethod = "mean"
     normalize: bool = True
     scores_pairs: bool = False
+    label_count: int = 0
     applies_sigmoid: bool = True
     dtype_name: Dtype = "float32"
     modern: ModernLayers | None = None
@@ -161,6 +164,10 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ModelLoadError(
                     f"{name} is {value}, allowed is {least} to {largest}: the checkpoint's config is damaged"
                 )
+        if not 0 <= self.label_count <= LABELS_MAX:
+            raise ModelLoadError(
+                f"num_labels is {self.label_count}, allowed is 1 to {LABELS_MAX}: the checkpoint's config is damaged"
+            )
         if self.hidden_size % self.head_count:
             raise ModelLoadError(
                 f"hidden_size {self.hidden_size} is no multiple of the {self.head_count} attention heads: "

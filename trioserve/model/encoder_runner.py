@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVPages
-from trioserve.contracts.pooling import Pooling, PoolingResult
+from trioserve.contracts.pooling import TOKEN_TASKS, Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.weights import AdapterId
 from trioserve.model.device import (
@@ -30,7 +30,7 @@ from trioserve.model.loading.stored_tensor import AdapterWeights
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import NOT_FINITE
-from trioserve.model.step_rows import needed_rows, pooled_vector
+from trioserve.model.step_rows import needed_rows, pooled_vector, token_results
 from trioserve.model.weights import fill_slots
 
 if TYPE_CHECKING:
@@ -219,12 +219,17 @@ class EncoderRunner:
         numbers = hidden.to("cpu", torch.float32).numpy()
         found: dict[RequestId, PoolingResult] = {}
         for place, chunk in enumerate(chunks):
-            pooling = _pooling(chunk)
+            pooling, own = _pooling(chunk), slice(firsts[place], firsts[place] + chunk.count)
             if place in scores:
                 one = PoolingResult.of([scores[place]]) if scores[place] == scores[place] else None
+            elif pooling.task in TOKEN_TASKS:
+                rows_of_text = numbers[own]
+                if pooling.task == "token_classify":
+                    with torch.inference_mode():
+                        rows_of_text = encoder.labels(hidden[own]).cpu().numpy()
+                one = token_results(rows_of_text, pooling)
             else:
-                rows_of_text = numbers[firsts[place] : firsts[place] + chunk.count]
-                one = pooled_vector(rows_of_text[needed_rows(pooling)], pooling)
+                one = pooled_vector(numbers[own][needed_rows(pooling)], pooling)
             if one is None:
                 errors[chunk.request.id] = NOT_FINITE
             else:

@@ -33,6 +33,7 @@ __all__ = [
     "needed_rows",
     "normed",
     "pooled_vector",
+    "token_results",
 ]
 
 
@@ -265,6 +266,25 @@ def pooled_vector(rows: Float32Array, pooling: Pooling) -> PoolingResult | None:
     if not np.isfinite(vector).all():
         return None
     return PoolingResult(vector.astype("<f4").tobytes())
+
+
+def token_results(rows: Float32Array, pooling: Pooling) -> PoolingResult | None:
+    """Return a result with one row for each token.
+
+    Args:
+        rows: float32 [tokens, size], vectors or probabilities of labels.
+        pooling: the request's pooling parameters. Only vectors are shortened and normalized.
+
+    Returns:
+        The result, or None if it has NaN or infinity.
+    """
+    if pooling.task == "token_embed":
+        rows = rows[:, : pooling.dimensions]
+        if pooling.normalize:
+            rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), LENGTH_MIN)
+    if not np.isfinite(rows).all():
+        return None
+    return PoolingResult(rows.astype("<f4").tobytes(), row_size=rows.shape[1])
 
 
 def normed(kind: NormKind, rows: Float32Array, weight: Float32Array, eps: float) -> Float32Array:

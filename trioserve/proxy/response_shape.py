@@ -42,6 +42,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/messages": ("content",),
     "/v1/responses": ("output", "output_text", "status"),
     "/v1/embeddings": _DATA,
+    "/pooling": _DATA,
     "/v1/images/generations": _DATA,
     "/v1/images/edits": _DATA,
     "/v1/score": _DATA,

@@ -18,7 +18,7 @@ import msgspec
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import NO_BLOCK, RequestId
-from trioserve.contracts.pooling import Pooling, PoolingResult
+from trioserve.contracts.pooling import TOKEN_TASKS, Pooling, PoolingResult
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.weights import kept_salt
@@ -140,8 +140,9 @@ class FakeModel:
             digest: digest of the prompt.
 
         Returns:
-            For an embedding: EMBEDDING_SIZE numbers from -1 to 1, or only the first `dimensions` numbers. For a score:
-            one number from 0 to 1. For labels: one log probability per label.
+            For an embedding: EMBEDDING_SIZE numbers from -1 to 1, or only the first `dimensions` numbers. For a task of
+            TOKEN_TASKS: the same, as the row of the only token. For a score: one number from 0 to 1. For labels: one
+            log probability per label.
         """
         if pooling.task == "labels":
             return PoolingResult.of([self.logprob(token_id, digest, 0).logprob for token_id in pooling.label_token_ids])
@@ -151,7 +152,8 @@ class FakeModel:
         numbers = [2.0 * _mixed(digest + index) / _MASK_64 - 1.0 for index in range(EMBEDDING_SIZE)]
         numbers = numbers[: pooling.dimensions]
         length = math.sqrt(sum(number * number for number in numbers)) if pooling.normalize else 1.0
-        return PoolingResult.of([number / length for number in numbers])
+        found = PoolingResult.of([number / length for number in numbers])
+        return PoolingResult(found.data, len(numbers)) if pooling.task in TOKEN_TASKS else found
 
     def logprob(self, token_id: int, digest: int, top_count: int) -> TokenLogprob:
         """Return deterministic log probabilities that are not real. If the chosen token is one of the best tokens, both

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/rerank and /v1/score: vectors of texts, and scores of how well texts fit together.
+"""POST /v1/embeddings, /pooling, /v1/rerank and /v1/score: vectors of texts, and scores of how texts fit together.
 
 An input is a text, a list of token ids, or a chat. A model with a scoring head scores each pair of texts. For other
 models, the score is the cosine of the texts' vectors. The bodies have the fields of OpenAI, vLLM, Cohere and Jina.
@@ -36,6 +36,9 @@ __all__ = [
     "Embeddings",
     "EmbeddingsBody",
     "OPERATIONS",
+    "PoolBody",
+    "Pooled",
+    "PooledList",
     "PoolingBody",
     "PoolingResponse",
     "RankedDocument",
@@ -47,6 +50,7 @@ __all__ = [
     "Scores",
     "add_vectors",
     "create_embeddings",
+    "create_pooling",
     "pool",
     "rerank",
     "score",
@@ -114,6 +118,18 @@ class EmbeddingsBody(PoolingBody, frozen=True, kw_only=True):
         return PoolingParams(method=self.pooling, normalize=self.normalize, dimensions=self.dimensions)
 
 
+class PoolBody(EmbeddingsBody, frozen=True, kw_only=True):
+    """Body of /pooling, with either input or messages.
+
+    Attributes:
+        task: "embed": one vector for each input. "token_embed": a vector for each token. "token_classify": the
+            probabilities of the model's labels for each token. null: token_classify for a model that labels tokens,
+            otherwise embed.
+    """
+
+    task: Literal["embed", "token_embed", "token_classify"] | None = None
+
+
 class RerankDocument(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
@@ -173,6 +189,26 @@ class Embeddings(Response, tag_field="object", tag="list"):
     created: int
     model: str
     data: list[Embedding]
+    usage: PoolingUsage
+
+
+class Pooled(Response, tag_field="object", tag="pooling"):
+    """Result of one input.
+
+    Attributes:
+        data: list of numbers. For a task with a result for each token, one list for each token. Or base64 of float32 in
+            little-endian order.
+    """
+
+    index: int
+    data: list[float | list[float]] | bytes
+
+
+class PooledList(Response, tag_field="object", tag="list"):
+    id: str
+    created: int
+    model: str
+    data: list[Pooled]
     usage: PoolingUsage
 
 
@@ -284,22 +320,56 @@ async def _read(stream: PoolingStream) -> None:
     await read_streams([stream], take)
 
 
-async def create_embeddings(context: RequestContext) -> None:
-    body = await context.body(EmbeddingsBody)
-    model = context.model_name(body.model)
-    body.check()
+async def _pooled(context: RequestContext, body: EmbeddingsBody, params: PoolingParams) -> PoolingResponse:
     inputs = _inputs(context, body)
     is_one = not isinstance(body.input, list) or isinstance(body.input[0], int)
     name = "messages" if body.input is None else "input"
-    response = await pool(
+    return await pool(
         context,
         body,
         inputs,
-        body.params(),
+        params,
         name_of=lambda index: name if is_one else f"input[{index}]",
         add_special_tokens=body.add_special_tokens is not False,
         is_base64=body.encoding_format == "base64",
     )
+
+
+async def create_pooling(context: RequestContext) -> None:
+    body = await context.body(PoolBody)
+    model = context.model_name(body.model)
+    body.check()
+    pooled, is_base64 = context.engine.model.pooled, body.encoding_format == "base64"
+    task = body.task or ("token_classify" if pooled is not None and pooled.label_count else "embed")
+    response = await _pooled(context, body, msgspec.structs.replace(body.params(), task=task))
+    if task != "embed":  # Only now are the numbers of tokens known.
+        row_count = sum(len(one) // one.row_size for one in response.pooled)
+        context.response_bound.check_vectors(row_count, response.pooled[0].row_size, is_base64=is_base64)
+
+    def written(index: int, result: PoolingResult) -> Pooled:
+        if is_base64:
+            return Pooled(index=index, data=result.data)
+        numbers: list[float | list[float]] = [*result.rows()] if result.row_size else [*result.values()]
+        return Pooled(index=index, data=numbers)
+
+    large = LargeJson()
+    await context.respond_large(
+        large,
+        PooledList(
+            id=f"pool-{context.request_id}",
+            created=context.clock_and_ids.unix_seconds(),
+            model=model,
+            data=await add_vectors(large, response.pooled, written),
+            usage=response.usage,
+        ),
+    )
+
+
+async def create_embeddings(context: RequestContext) -> None:
+    body = await context.body(EmbeddingsBody)
+    model = context.model_name(body.model)
+    body.check()
+    response = await _pooled(context, body, body.params())
     large = LargeJson()
     write = _as_base64 if body.encoding_format == "base64" else _as_numbers
     await context.respond_large(
@@ -488,6 +558,18 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         description="Fields are OpenAI's and vLLM's. Fields that are not named here are ignored or refused.",
         body=EmbeddingsBody,
         response=Embeddings,
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+    Operation(
+        method="POST",
+        path="/pooling",
+        handler=create_pooling,
+        summary="Compute a vector for each input, or a result for each token",
+        forwarding=Forwarding.BY_MODEL,
+        description="Fields are vLLM's. Fields that are not named here are ignored or refused.",
+        body=PoolBody,
+        response=PooledList,
         errors=GENERATES,
         takes_deadlines=True,
     ),

@@ -43,20 +43,24 @@ class EncoderClass(NamedTuple):
     Attributes:
         prefix: prefix of the encoder's tensors, if the class also has other tensors.
         scores_pairs: the class has a head that scores pairs of texts.
+        labels_tokens: the class has a head that labels each token.
     """
 
     family: EncoderFamily
     prefix: str
     scores_pairs: bool = False
+    labels_tokens: bool = False
 
 
 ENCODER_CLASSES = {
     "BertModel": EncoderClass("bert", "bert."),
     "BertForMaskedLM": EncoderClass("bert", "bert."),
     "BertForSequenceClassification": EncoderClass("bert", "bert.", scores_pairs=True),
+    "BertForTokenClassification": EncoderClass("bert", "bert.", labels_tokens=True),
     "ErnieModel": EncoderClass("bert", "ernie."),
     "ErnieForMaskedLM": EncoderClass("bert", "ernie."),
     "ErnieForSequenceClassification": EncoderClass("bert", "ernie.", scores_pairs=True),
+    "ErnieForTokenClassification": EncoderClass("bert", "ernie.", labels_tokens=True),
     "RobertaModel": EncoderClass("roberta", "roberta."),
     "RobertaForMaskedLM": EncoderClass("roberta", "roberta."),
     "RobertaForSequenceClassification": EncoderClass("roberta", "roberta.", scores_pairs=True),
@@ -75,6 +79,7 @@ ENCODER_CLASSES = {
     "ModernBertModel": EncoderClass("modernbert", "model."),
     "ModernBertForMaskedLM": EncoderClass("modernbert", "model."),
     "ModernBertForSequenceClassification": EncoderClass("modernbert", "model.", scores_pairs=True),
+    "ModernBertForTokenClassification": EncoderClass("modernbert", "model.", labels_tokens=True),
     "NomicBertModel": EncoderClass("nomic", "nomic_bert."),
     "NomicBertForMaskedLM": EncoderClass("nomic", "nomic_bert."),
     "NomicBertForSequenceClassification": EncoderClass("nomic", "nomic_bert.", scores_pairs=True),
@@ -227,11 +232,12 @@ def encoder_shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
                 shapes |= _norm(f"layers.{index}.{module}", hidden, norm_bias)
     if modern is not None:
         shapes |= _norm("final_norm", hidden, norm_bias)
-    if config.scores_pairs:
-        shapes |= _matrix("head_dense", hidden, hidden, modern is None or modern.head_bias)
+    if config.scores_pairs or config.label_count:
+        if modern is not None or not config.label_count:
+            shapes |= _matrix("head_dense", hidden, hidden, modern is None or modern.head_bias)
         if modern is not None:
             shapes |= _norm("head_norm", hidden, norm_bias)
-        shapes |= _matrix("head_out", 1, hidden, True)
+        shapes |= _matrix("head_out", config.label_count or 1, hidden, True)
     return shapes
 
 
@@ -469,6 +475,7 @@ def _config(directory: Path, encoder_class: EncoderClass, dtype_name: Dtype) -> 
         method=method,
         normalize=normalize,
         scores_pairs=encoder_class.scores_pairs,
+        label_count=_label_count(fields) if encoder_class.labels_tokens else 0,
         applies_sigmoid=not _has_identity(fields),
         dtype_name=dtype_name,
         modern=_modern_layers(fields) if is_modern else None,
