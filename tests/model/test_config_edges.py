@@ -116,6 +116,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("longcat-flash", {"moe_topk": 9}, "number of experts for each token is 9, allowed is 1 to 8"),
     ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok in config.json is 3, but it must be 2"),
     ("olmo", {"clip_qkv": -1.0}, "clip_qkv is -1.0, but it must be a positive number"),
+    ("step3p5", {"attention_bias": True}, "attention_bias in text_config in config.json is True"),
+    ("step3p5", {"swiglu_limits": [1.0]}, "swiglu_limits in text_config in config.json is [1.0], but it must be"),
+    ("step3p5", {"swiglu_limits": [-1.0] * 4}, "a limit of experts (swiglu_limits) is -1.0"),
+    ("step3p5", {"moe_layers_enum": "a", "mlp_layer_types": None}, "moe_layers_enum in text_config in config.json is"),
     ("minimax", {"mlp_beta_factor": 0.0}, "a factor of a sum (alpha, beta) is 0.0, but it must be a positive number"),
     ("minimax", {"layer_types": None, "attn_type_list": [0, 1]}, "attn_type_list in config.json is [0, 1]"),
     ("minimax", {"hidden_act": "gelu"}, "hidden_act in config.json is 'gelu'"),
@@ -187,7 +191,8 @@ def test_error_of_an_extreme_config_value_names_the_field(
 ) -> None:
     path = shutil.copytree(tiny_checkpoint(kind), tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **fields}))
+    config.get("text_config", config).update(fields)
+    (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError) as caught:
         open_checkpoint(path)
     assert said in str(caught.value)

@@ -868,6 +868,50 @@ def test_config_of_the_authors_of_minimax_01_describes_the_same_model(
     assert not any(each.keeps_norms for each in sums if each is not None)
 
 
+def test_config_of_the_authors_of_step_3_5_describes_the_same_model(
+    tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lists have a further entry for a prediction layer, and some fields have other names."""
+    expected = open_checkpoint(tiny_checkpoint("step3p5")).config
+    config = json.loads((tiny_checkpoint("step3p5") / "config.json").read_text())["text_config"]
+    rope = config.pop("rope_parameters")
+    thetas = {kind: parameters.pop("rope_theta") for kind, parameters in rope.items()}
+    parts = {kind: parameters.pop("partial_rotary_factor", 1.0) for kind, parameters in rope.items()}
+    types = [*config["layer_types"], "full_attention"]
+    renamed = {
+        "num_attention_groups": "num_key_value_heads",
+        "moe_num_experts": "n_routed_experts",
+        "moe_top_k": "num_experts_per_tok",
+    }
+    config |= {theirs: config.pop(ours) for theirs, ours in renamed.items()}
+    sliding_heads = config.pop("num_sliding_attention_heads")
+    for name in ("mlp_layer_types", "per_layer_config"):
+        del config[name]
+    config |= {
+        "architectures": ["Step3p5ForCausalLM"],
+        "layer_types": types,
+        "rope_theta": [thetas[kind] for kind in types],
+        "partial_rotary_factors": [parts[kind] for kind in types],
+        "rope_scaling": rope["full_attention"],
+        "moe_layers_enum": "1,2,3,4",
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": sliding_heads,
+            "num_attention_groups": 2,
+            "head_dim": 32,
+            "true_head_dim": 32,
+        },
+        "swiglu_limits": [*config["swiglu_limits"], 7.0],
+        "swiglu_limits_shared": [*config["swiglu_limits_shared"], 7.0],
+        "num_nextn_predict_layers": 1,
+    }
+    caplog.clear()
+    found = model_config_from(config, {}, dtype_name="float32")
+    assert not caplog.messages
+    assert found.layers == expected.layers
+    assert [getattr(layer.mlp, "limit", None) for layer in found.layers] == [0.1, None, 0.05, None]
+
+
 def test_copies_of_a_shared_block_are_not_read(
     tiny_checkpoint: Callable[..., Path],
     tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],

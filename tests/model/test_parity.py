@@ -140,6 +140,7 @@ KINDS = (
     "nemotron-h-moe",
     "ministral3",
     "ministral3-images",
+    "step3p5",
     "minimax",
     "minimax-windowed",
     "minimax-m2",
@@ -184,9 +185,9 @@ KINDS = (
     "llama4-images",
     "llama4-long",
 )
-TORCH_KINDS = ("deepseek-v3.2", "glm-moe-dsa", "zamba2", "zamba2-adapted", "minimax", "minimax-windowed")
+TORCH_KINDS = ("deepseek-v3.2", "glm-moe-dsa", "zamba2", "zamba2-adapted", "minimax", "minimax-windowed", "step3p5")
 """Kinds that the native kernels do not compute."""
-TORCH_REASONS = "indexer|share a transformer block|are weighted"
+TORCH_REASONS = "indexer|share a transformer block|are weighted|have a limit"
 VOCAB_SIZE = 320
 
 

@@ -1017,6 +1017,33 @@ FAMILY_KINDS |= {
             "tie_word_embeddings": False,
         },
     ),
+    "step3p5": (
+        "step3p7",
+        {
+            "text_config": {
+                "num_hidden_layers": 4,
+                "head_dim": 32,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "sliding_window": 8,
+                "num_sliding_attention_heads": 6,
+                "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "share_expert_dim": 32,
+                "moe_router_scaling_factor": 2.5,
+                "query_pre_attn_scalar": 24,
+                "swiglu_limits": [0.0, 0.0, 0.05, 0.0],
+                "swiglu_limits_shared": [0.1, 0.0, 0.05, 0.0],
+                "rope_parameters": {
+                    "full_attention": {**_LLAMA3_ROPE, "partial_rotary_factor": 0.5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+                },
+            },
+            "vision_config": _EYES,
+            "image_token_id": VOCAB_SIZE - 1,
+        },
+    ),
     "minimax": (
         "minimax",
         {

@@ -518,6 +518,8 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
         cutoff: before its activation, a gate becomes max(0, gate - mean - cutoff * deviation), with the mean and the
             standard deviation of the gates of its row (Gemma 3n). Few gates of a row are then above 0, and no sorting
             is needed. None: gates stay unchanged.
+        limit: activation(gate) is limited to at most this number, and up to its range on both sides of 0. None: there
+            is no limit.
     """
 
     intermediate_size: int
@@ -525,10 +527,14 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     has_bias: bool = False
     has_gate: bool = True
     cutoff: float | None = None
+    limit: float | None = None
 
     def __post_init__(self) -> None:
         check_count("intermediate_size", self.intermediate_size, DIMENSION_MAX)
         assert self.has_gate or self.cutoff is None, "a cutoff applies to gates"
+        assert self.has_gate or self.limit is None, "a limit applies to gates"
+        if self.limit is not None:
+            check_positive("swiglu_limits_shared", self.limit)
         assert self.activation != "xielu" or not self.has_gate, "xielu applies to MLPs without a gate"
         if self.cutoff is not None and not math.isfinite(self.cutoff):
             raise ModelLoadError(f"the gates' cutoff is {self.cutoff}: the checkpoint's config is damaged")
@@ -566,6 +572,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
             chosen expert is multiplied by a number of the expert.
         identity_count: number of further experts of the router, whose result is their input (zero-computation experts,
             arXiv 2410.07348). They follow the other experts.
+        limit: see MlpConfig.
+        shared_limit: see MlpConfig, for the additional MLP.
         has_identity_results: the results of these experts are part of the mixture's result. False for a rank whose
             partial sum does not contain them.
     """
@@ -592,6 +600,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     nearness: float = 0.0
     identity_count: int = 0
     has_identity_results: bool = True
+    limit: float | None = None
+    shared_limit: float | None = None
 
     def __post_init__(self) -> None:
         assert self.has_gate or not self.has_bias, "experts without gates have no biases"
@@ -604,6 +614,10 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         check_positive("the experts' scale", self.scale)
         if self.logit_cap is not None:
             check_positive("the cap of the router's logits", self.logit_cap)
+        for limit in (self.limit, self.shared_limit):
+            if limit is not None:
+                check_positive("a limit of experts (swiglu_limits)", limit)
+        assert self.has_gate or (self.limit is None and self.shared_limit is None), "a limit applies to gates"
         check_count("the number of groups of experts", self.group_count, min(EXPERT_GROUPS_MAX, self.expert_count))
         check_count("the number of groups for each token", self.groups_per_token, self.group_count)
         size = self.expert_count // self.group_count

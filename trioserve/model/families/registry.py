@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.families.afmoe import AFMOE, LAGUNA
+from trioserve.model.families.afmoe import AFMOE, LAGUNA, STEP35
 from trioserve.model.families.alibi import BLOOM, MPT
 from trioserve.model.families.cohere import COHERE, COHERE2, COHERE2_MOE
 from trioserve.model.families.deepseek import (
@@ -185,6 +185,7 @@ FAMILIES: tuple[Family, ...] = (
     COHERE2_MOE,
     AFMOE,
     LAGUNA,
+    STEP35,
     FLEX_OLMO,
     HUNYUAN_DENSE,
     HUNYUAN_MOE,

@@ -82,6 +82,14 @@ class Fields:
         key = self.spelling(name)
         return key in self._values and self._values[key] is None
 
+    def is_list(self, name: str) -> bool:
+        """Return True if the field is a list.
+
+        Args:
+            name: requested name.
+        """
+        return isinstance(self._value(name), list)
+
     def is_one_of(self, name: str, values: tuple[object, ...]) -> bool:
         """Return True if the field has one of the given values.
 

@@ -283,7 +283,7 @@ def _rope(
     rope = fields.group_or_none("rope_parameters") or fields.group_or_none("rope_scaling") or Fields({}, "config.json")
     if layer_type == "sliding_attention" and (local := fields.number_or("rope_local_base_freq", None)) is not None:
         theta = local
-    else:
+    elif not fields.is_list("rope_theta"):  # The family of Step-3.5 reads such a list.
         theta = fields.number_or("rope_theta", theta)
     if layer_type is not None and layer_type in rope:
         rope = rope.group_or_none(layer_type) or rope

@@ -111,6 +111,9 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     for layer in config.layers:
         if layer.shortcut is not None and layer.shortcut.activation != getattr(layer.mlp, "activation", None):
             return "experts beside an MLP have another activation"
+        limits = (getattr(layer.mlp, name, None) for name in ("limit", "shared_limit"))
+        if any(limit is not None for limit in limits):
+            return "activations have a limit"
         if layer.sums is not None:
             return "sums with the hidden state are weighted"
         if layer.block is not None:

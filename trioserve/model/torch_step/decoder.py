@@ -420,6 +420,7 @@ class _Layer:
                 has_bias=mlp.has_bias,
                 has_gate=mlp.has_gate,
                 cutoff=mlp.cutoff,
+                limit=mlp.limit,
             )
         self.scale: Tensor | None = None
         if layer.has_scale:

@@ -62,7 +62,9 @@ class Mlp:
         has_bias: bool = False,
         has_gate: bool = True,
         cutoff: float | None = None,
+        limit: float | None = None,
     ) -> None:
+        self._limit = limit
         self._kernels = kernels
         self._xielu = xielu
         self._activation: Activation = "silu" if activation == "xielu" else activation  # xielu replaces it
@@ -98,7 +100,21 @@ class Mlp:
             return self._down(self._xielu(gate_up), adapters)
         if not self._has_gate:
             return self._down(self._kernels.activate(gate_up, self._activation), adapters)
-        return self._down(self._kernels.activate_and_mul(gate_up, self._activation), adapters)
+        return self._down(_gated(gate_up, self._activation, self._limit, self._kernels), adapters)
+
+
+def _gated(gate_up: Tensor, activation: Activation, limit: float | None, kernels: Kernels) -> Tensor:
+    """Return activation(gate) * up, [n, middle].
+
+    Args:
+        gate_up: [n, 2 * middle].
+        limit: see MlpConfig.
+    """
+    if limit is None:
+        return kernels.activate_and_mul(gate_up, activation)
+    gate, up = gate_up.chunk(2, -1)
+    active = kernels.activate(gate.contiguous(), activation).clamp_(max=limit)
+    return active.mul_(up.clamp(-limit, limit))
 
 
 def _apply_cutoff(gates: Tensor, cutoff: float) -> None:
@@ -284,7 +300,14 @@ class Experts:
         self._shared_gate: Linear | None = None
         if mlp.shared_size:
             self._shared = Mlp(
-                linear, "shared.", hidden, mlp.shared_size, mlp.activation, kernels, has_gate=mlp.has_gate
+                linear,
+                "shared.",
+                hidden,
+                mlp.shared_size,
+                mlp.activation,
+                kernels,
+                has_gate=mlp.has_gate,
+                limit=mlp.shared_limit,
             )
         if mlp.has_shared_gate:
             self._shared_gate = linear(hidden, False, shared_gate=1)
@@ -378,8 +401,11 @@ class Experts:
             weights = torch.ones_like(weights)
         if not self._is_whole:
             weights = weights.masked_fill(is_foreign, 0.0)
-        activate = self._kernels.activate_and_mul if self._mlp.has_gate else self._kernels.activate
-        middle = activate(self._gate_up(given, ends), self._mlp.activation)
+        middle = self._gate_up(given, ends)
+        if self._mlp.has_gate:
+            middle = _gated(middle, self._mlp.activation, self._mlp.limit, self._kernels)
+        else:
+            middle = self._kernels.activate(middle, self._mlp.activation)
         products = torch.empty_like(given).index_copy_(0, order, self._down(middle, ends))
         result = self._kernels.weighted_sum(products.view(*chosen.shape, -1), weights)
         if identity_weights is not None:
