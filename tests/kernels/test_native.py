@@ -433,15 +433,17 @@ def test_scores_far_above_all_earlier_scores_give_the_attention_of_float64(
 
 @DTYPE_IDS
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
+@pytest.mark.parametrize("slope", (None, 0.25))
 def test_nan_key_of_a_prompt_affects_only_rows_that_attend_to_it(
-    engine: Engine, dtype: torch.dtype, value: float
+    engine: Engine, dtype: torch.dtype, value: float, slope: float | None
 ) -> None:
     pages = random(13, 16, 2, 1, 32, dtype=dtype, seed=3)
     pages[6, 4, 0, 0, 7] = value
     queries = random(200, 32, dtype=dtype, seed=4)
     table = [list(range(13))]
-    attended = attention_of(engine, queries, pages, table, [(0, 200)])
-    expected = expected_attention(queries, pages, table, [(0, 200)], None)
+    slopes = None if slope is None else torch.tensor([slope])
+    attended = attention_of(engine, queries, pages, table, [(0, 200)], slopes=slopes)
+    expected = expected_attention(queries, pages, table, [(0, 200)], None, slopes=slopes)
     is_number = torch.isfinite(expected).all(dim=1)  # A score of minus infinity gives a weight of 0.
     assert is_number[:100].all()
     assert not is_number[100:].all()
