@@ -557,6 +557,7 @@ async def test_operator_loads_lists_and_unloads_models(autojump_clock):
         assert (loaded["success"], loaded["status"]["value"]) == (True, "loaded")
         listed = (await (await client.get("/v1/models")).json())["data"]
         assert {each["id"]: each["status"]["value"] for each in listed} == {"a": "loaded", "b": "unloaded"}
+        assert (await (await client.get("/models")).json())["data"] == listed
         running = (await (await client.get("/api/ps")).json())["models"]
         assert [each["name"] for each in running] == ["a:latest"]
         unloaded = await (await client.post("/models/unload", {"model": "a"})).json()

@@ -22,6 +22,7 @@ from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
 from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
 from trioserve.api.limits import BatchSettings, ConnectionSettings
 from trioserve.api.ollama.models import read_api_version
+from trioserve.api.openai.models import Models
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.health import Alive, NotReady, Ready, Version, read_tasks
 from trioserve.api.page import (
@@ -437,6 +438,13 @@ OPERATIONS: tuple[Operation[RouterContext], ...] = (
         is_operators=True,
         admin_action="adding and draining endpoints",
         id_has_slashes=True,
+    ),
+    Operation(
+        method="GET",
+        path="/models",
+        handler=list_models,
+        summary="List models and adapters, as llama-server's router does",
+        response=Models,
     ),
     *(
         Operation(
