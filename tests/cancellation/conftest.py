@@ -139,7 +139,7 @@ class Http2Client:
         await self._flush()
 
     async def _flush(self) -> None:
-        await self.stream.send_all(self._protocol.take_unsent())
+        await self.stream.send_all(self._protocol.pop_unsent())
 
     @property
     def text(self) -> str:

@@ -118,7 +118,7 @@ def test_drafts_pause_after_wrong_tokens_and_continue_after_right_tokens():
     draft = ModelDraft()
     pauses = []
     for _ in range(8):
-        draft.take_proposed((5, 6), 10)
+        draft.store_proposal((5, 6), 10)
         assert draft.draft(range(10), 2) == (5, 6)
         draft.learn(2, 0)
         count = 0
@@ -146,8 +146,8 @@ def test_acceptance_rate_follows_recent_drafts():
 
 def test_draft_tokens_for_another_position_are_not_used():
     draft = ModelDraft()
-    draft.take_proposed((5, 6, 7), 10)
+    draft.store_proposal((5, 6, 7), 10)
     assert draft.draft(range(11), 8) == ()
-    draft.take_proposed((5, 6, 7), 11)
+    draft.store_proposal((5, 6, 7), 11)
     assert draft.draft(range(11), 2) == (5, 6)
     assert draft.draft(range(11), 2) == ()

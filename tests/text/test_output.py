@@ -13,7 +13,7 @@ from hypothesis import strategies
 
 from trioserve.contracts.events import FinishReason, Phase, RequestFinished, TokenLogprob
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.output import EVENT_ALTERNATIVES_MAX, Delta, hold_unread, join_unread, take_unread
+from trioserve.contracts.output import EVENT_ALTERNATIVES_MAX, Delta, hold_unread, join_unread, pop_unread
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.tokenizer import Tokenizer
@@ -397,7 +397,7 @@ def test_slow_reader_costs_few_copies_of_each_token(alternatives: int | None) ->
         hold_unread(held, delta, counted)
     taken = []
     while held:
-        taken.append(take_unread(held, counted))
+        taken.append(pop_unread(held, counted))
     # log2(4096) is 12. If each delta were joined to all earlier deltas, each token would be copied 2048 times on
     # average.
     assert copied <= count * 16
@@ -412,7 +412,7 @@ def test_slow_reader_gets_one_delta_unless_it_has_many_logprobs() -> None:
         assert join_unread(held, merge) == functools.reduce(merge, deltas)
         taken = []
         while held:
-            taken.append(take_unread(held, merge))
+            taken.append(pop_unread(held, merge))
         return taken
 
     assert len(taken_of(unread_tokens(5000, None))) == 1
@@ -433,7 +433,7 @@ def test_unread_deltas_keep_their_order(steps: list[str]) -> None:
             hold_unread(held, deltas[put], merge)
             put += 1
         elif held:
-            read += take_unread(held, merge).token_ids
+            read += pop_unread(held, merge).token_ids
     while held:
-        read += take_unread(held, merge).token_ids
+        read += pop_unread(held, merge).token_ids
     assert read == list(range(put))

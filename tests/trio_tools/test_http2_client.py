@@ -48,7 +48,7 @@ class Pair:
         """Deliver bytes in both directions until neither side has more to send."""
         from_client, from_server = b"", b""
         while True:
-            from_client, from_server = self.client.take_unsent(), self.server.data_to_send()
+            from_client, from_server = self.client.pop_unsent(), self.server.data_to_send()
             if from_client:
                 self.events += self.server.receive_data(from_client)
             if from_server:
@@ -242,14 +242,14 @@ def settings_frame(values) -> bytes:
 def test_unknown_settings_of_the_server_are_not_stored(pair):
     for start in range(9, 65536, 2700):
         pair.client.receive(settings_frame((number, 1) for number in range(start, min(start + 2700, 65536))))
-        pair.client.take_unsent()
+        pair.client.pop_unsent()
     assert len(pair.client._h2.remote_settings) <= 7
 
 
 def test_header_table_is_limited_to_the_default_size(pair):
     for size in (2**32 - 1, 0) * 50:
         pair.client.receive(settings_frame([(1, size)]))
-        pair.client.take_unsent()
+        pair.client.pop_unsent()
     assert pair.client._h2.encoder.header_table_size <= 4096
     assert len(pair.client._h2.encoder.table_size_changes) <= 2
     pair.ask()
@@ -261,7 +261,7 @@ def test_number_of_unread_answers_to_control_frames_is_limited(pair, kind):
     control = settings_frame([]) if kind == 4 else b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + bytes(8)
     for _ in range(3):
         pair.client.receive(control * 5000)
-        pair.client.take_unsent()
+        pair.client.pop_unsent()
     pair.client.receive(control * ANSWERED_FRAMES_MAX)
     with pytest.raises(h2.exceptions.ProtocolError, match="does not read"):
         pair.client.receive(control)

@@ -42,10 +42,10 @@ def ask(client: Http1ClientProtocol) -> Heard:
 def test_request_is_sent_piece_by_piece(client):
     number = client.begin("POST", "/path", [("content-length", "4")], Heard(), has_body=True)
     client.send_body(number, b"bo", is_last=False)
-    assert client.take_unsent() == b"POST /path HTTP/1.1\r\nhost: test\r\ncontent-length: 4\r\n\r\nbo"
+    assert client.pop_unsent() == b"POST /path HTTP/1.1\r\nhost: test\r\ncontent-length: 4\r\n\r\nbo"
     client.send_body(number, b"dy", is_last=True)
-    assert client.take_unsent() == b"dy"
-    assert client.take_unsent() == b""
+    assert client.pop_unsent() == b"dy"
+    assert client.pop_unsent() == b""
     assert client.waiting_count == 1
 
 
@@ -79,9 +79,9 @@ def test_end_of_an_early_response_says_that_the_request_was_not_sent(client):
     client.send_body(number, b"bo", is_last=False)
     client.receive(OK + b"a")
     assert heard.end == ResponseEnd(ResponseResult.COMPLETE, was_request_sent=False)
-    client.take_unsent()
+    client.pop_unsent()
     client.send_body(number, b"dy", is_last=True)  # The response has ended, so this call is ignored.
-    assert client.take_unsent() == b""
+    assert client.pop_unsent() == b""
 
 
 def test_informational_responses_are_only_counted(client):

@@ -14,7 +14,7 @@ from trioserve.asyncio.trio_thread import NoteStarted, TrioTask, TrioThread, Wai
 from trioserve.contracts.errors import AlreadyEnded, TrioserveError
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.image_generation import ImageDelta, RGBImage
-from trioserve.contracts.output import AnyDelta, Delta, hold_unread, take_unread
+from trioserve.contracts.output import AnyDelta, Delta, hold_unread, pop_unread
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
@@ -91,7 +91,7 @@ class DeltaBox(Generic[DeltaT]):
             with self._lock:
                 if self._pending and not self._is_left:
                     index, held = next(iter(self._pending.items()))
-                    delta = take_unread(held, self._merge)
+                    delta = pop_unread(held, self._merge)
                     del self._pending[index]
                     if held:
                         # The choice moves to the end, so that the other choices are read first.

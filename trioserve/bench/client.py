@@ -609,7 +609,7 @@ class _Http2Connection:
 
     async def _write(self) -> None:
         while True:
-            data = self.protocol.take_unsent()
+            data = self.protocol.pop_unsent()
             if data:
                 try:
                     await self._stream.send_all(data)

@@ -18,7 +18,7 @@ __all__ = [
     "Delta",
     "hold_unread",
     "join_unread",
-    "take_unread",
+    "pop_unread",
 ]
 
 
@@ -107,7 +107,7 @@ def hold_unread(held: list[DeltaT], delta: DeltaT, merge: Callable[[DeltaT, Delt
     held.append(delta)
 
 
-def take_unread(held: list[DeltaT], merge: Callable[[DeltaT, DeltaT], DeltaT]) -> DeltaT:
+def pop_unread(held: list[DeltaT], merge: Callable[[DeltaT, DeltaT], DeltaT]) -> DeltaT:
     """Remove as many of the first deltas as fit into one event, and return them joined.
 
     Args:

@@ -166,7 +166,7 @@ class ModelDraft:
     def is_paused(self) -> bool:
         return self._pause > 0
 
-    def take_proposed(self, proposed: tuple[int, ...], known_count: int) -> None:
+    def store_proposal(self, proposed: tuple[int, ...], known_count: int) -> None:
         """Store a proposal of the draft model.
 
         Args:

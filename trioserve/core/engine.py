@@ -37,7 +37,7 @@ from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineReques
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
 from trioserve.contracts.weights import kept_salt
 from trioserve.core.block_holds import Hold
-from trioserve.core.guided_steps import GuidedSteps, take_token
+from trioserve.core.guided_steps import GuidedSteps, append_token
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefetches import Prefetches
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
@@ -586,7 +586,7 @@ class EngineCore:
                     events.append(self._finish(live, FinishReason.STOP, now))
                 continue
             assert token_id is not None, f"{request.id}: the chunk samples, but the result has no token"
-            reason = take_token(live, token_id)
+            reason = append_token(live, token_id)
             if reason is FinishReason.ERROR:
                 events.append(self._finish_by_guide(live, reason, now))
                 continue
@@ -601,7 +601,7 @@ class EngineCore:
                     logprobs += result.draft_logprobs[request.id][: len(more)]
             # If another step is in flight, that step already samples the next token without a mask.
             if live.guide is not None and reason is None and live.steps_in_flight == 0:
-                forced, reason = self._guided.take_forced(live)
+                forced, reason = self._guided.append_forced(live)
                 token_ids += forced
             if chunk.draft_task is not None and reason is None and self.scheduler.model_drafts is not None:
                 self.scheduler.model_drafts.take(chunk, live, result)
@@ -675,7 +675,7 @@ class EngineCore:
         for draft_token, token_id in zip(chunk.draft, sampled, strict=False):
             if reason is not None or draft_token != live.tokens[-1]:
                 break
-            reason = take_token(live, token_id)
+            reason = append_token(live, token_id)
         accepted_count = len(live.tokens) - known_count
         # The KV of rejected draft tokens is wrong. Later steps overwrite it.
         live.computed_count += accepted_count
@@ -746,7 +746,7 @@ class EngineCore:
         if not self.flights.ended:
             return lives
         lives = [live for live in lives if live.request.id not in self.flights.ended]
-        for live, reason in self.flights.take_ended():
+        for live, reason in self.flights.pop_ended():
             live.steps_in_flight -= 1
             self._release(live, reason, now)
             if self.transfers is not None and live.abort_reason is not None:

@@ -20,7 +20,7 @@ from trioserve.contracts.guide import GuidedRows, MaskMaker, TokenMasks
 from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.core.request_state import LiveRequest
 
-__all__ = ["finish_reason_of", "GuidedSteps", "take_token"]
+__all__ = ["finish_reason_of", "GuidedSteps", "append_token"]
 
 
 def finish_reason_of(live: LiveRequest) -> FinishReason | None:
@@ -44,7 +44,7 @@ def finish_reason_of(live: LiveRequest) -> FinishReason | None:
 FORCED_TOKENS_MAX = 256
 
 
-def take_token(live: LiveRequest, token_id: int) -> FinishReason | None:
+def append_token(live: LiveRequest, token_id: int) -> FinishReason | None:
     """Append one token to a request.
 
     A request ends when its grammar is complete, even if end tokens are ignored or max_tokens is not reached.
@@ -119,7 +119,7 @@ class GuidedSteps:
         assert plan.masks is not None
         self._maker.end(plan.masks)
 
-    def take_forced(self, live: LiveRequest) -> tuple[tuple[int, ...], FinishReason | None]:
+    def append_forced(self, live: LiveRequest) -> tuple[tuple[int, ...], FinishReason | None]:
         """Append the forced tokens, up to max_tokens.
 
         Args:
@@ -135,7 +135,7 @@ class GuidedSteps:
         room = live.request.output_tokens_max - live.output_count
         reason = None
         for token_id in live.guide.forced_tokens(min(room, FORCED_TOKENS_MAX)):
-            reason = take_token(live, token_id)
+            reason = append_token(live, token_id)
             if reason is not None:
                 break
         forced = tuple(live.tokens[known_count:])

@@ -251,7 +251,7 @@ class ModelDrafts:
             self._pool.note_drafted(live.blocks[index])
         draft.drafted_count = covered
         if task.end is None and live.computed_count + 1 == len(live.tokens):
-            draft.take_proposed(proposed[: task.token_count], len(live.tokens))
+            draft.store_proposal(proposed[: task.token_count], len(live.tokens))
 
     def note_times(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from the measured times of a step that only decodes.

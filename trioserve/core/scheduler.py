@@ -328,7 +328,7 @@ class Scheduler:
         preempted = sorted(self.running.values(), key=lambda live: live.order, reverse=True)
         for live in preempted:
             self._preempt(live)
-        for live in [] if self._loads is None else self._loads.take_ready():
+        for live in [] if self._loads is None else self._loads.pop_ready():
             self._release_blocks(live)
             live.loaded_token_count = 0
             live.blocks_wanted = 0

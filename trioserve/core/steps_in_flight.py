@@ -157,7 +157,7 @@ class StepsInFlight(Generic[Plan, Life]):
         self.leave(live)
         self.ended[live.request.id] = live, reason
 
-    def take_ended(self) -> list[tuple[Life, FinishReason]]:
+    def pop_ended(self) -> list[tuple[Life, FinishReason]]:
         """Return the ended requests, and clear the record.
 
         Call this when a step has returned. That step was the last one that read the blocks of these requests.

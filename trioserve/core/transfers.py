@@ -171,7 +171,7 @@ class RemoteLoads:
         live.move(RequestStatus.WAITING)
         self.ready.put_back(live)
 
-    def take_ready(self) -> list[LiveRequest]:
+    def pop_ready(self) -> list[LiveRequest]:
         """Remove all requests from `ready`, and return them."""
         ready = list(self.ready)
         for live in ready:

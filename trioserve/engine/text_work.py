@@ -254,7 +254,7 @@ class TextWork:
             prompts = self.prompts.of_tenant(request.tenant)
             await request.tokenize(prompts)
             if request.resume is not None:
-                await self._take_known(request, request.resume, prompts)
+                await self._replay_known(request, request.resume, prompts)
             if self.encoding is not None and (request.images or request.encoder_input is not None):
                 self._preparation.check_room(request)
                 await self._engine.wait_until_admitted()
@@ -290,7 +290,7 @@ class TextWork:
             return True
         return request.is_resumable and not request.is_finished and self._delivery.hand_over(request)
 
-    async def _take_known(self, request: OpenRequest, resume: Resume, prompts: PromptEncoder) -> None:
+    async def _replay_known(self, request: OpenRequest, resume: Resume, prompts: PromptEncoder) -> None:
         """Replay the known tokens of each choice. A short replay runs in this thread, a long one in a text thread."""
         known = self._preparation.resumed_output(request, resume)
         request.take_known(await prompts.run(known.choices, size=known.size))

@@ -147,7 +147,7 @@ def load_eagle_head(
         block_size=block_size,
         block_bytes=head.block_bytes,
         token_count_max=draft.token_count,
-        take_tapped=head.take_tapped,
+        pass_hidden_states=head.pass_hidden_states,
     )
 
 
@@ -185,7 +185,7 @@ def load_mtp_head(
         block_size=block_size,
         block_bytes=kv_block_bytes(layer.config, block_size, layer.dtype, kv_format_of(draft.settings)),
         token_count_max=draft.token_count,
-        take_tapped=head.take_tapped,
+        pass_hidden_states=head.pass_hidden_states,
     )
 
 

@@ -516,7 +516,7 @@ class ModelRunner:
         if result is None:
             return None
         step_seconds = time.perf_counter() - started_at
-        self._draft.take_tapped(self._tapped)
+        self._draft.pass_hidden_states(self._tapped)
         return self._draft.propose(plan, result, step_seconds, is_abandoned)
 
     @lost_gpu()

@@ -412,14 +412,14 @@ class MemoryClient:
         # If the server has closed the connection, the client can still read responses that were sent earlier.
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async with self._sending:
-                unsent = self._protocol.take_unsent()
+                unsent = self._protocol.pop_unsent()
                 if unsent:
                     await self.stream.send_all(unsent)
 
     def _leave(self, number: int) -> None:
         if self._protocol.reset(number):
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                self.stream.send_nowait(self._protocol.take_unsent())  # The reset must not wait.
+                self.stream.send_nowait(self._protocol.pop_unsent())  # The reset must not wait.
         else:
             self.close()
 

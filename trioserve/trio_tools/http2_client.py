@@ -202,7 +202,7 @@ class Http2ClientProtocol:
             for stream_id in unseen:
                 self._end(stream_id, ResponseResult.UNPROCESSED, goaway.error)
 
-    def take_unsent(self) -> bytes:
+    def pop_unsent(self) -> bytes:
         unsent = self._h2.data_to_send()
         self._frames.answered_count = 0
         if self._goaway_bytes:

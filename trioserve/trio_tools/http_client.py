@@ -136,7 +136,7 @@ class HttpClientProtocol(Protocol):
             h2.exceptions.ProtocolError: the server violated HTTP/2. The connection is unusable.
         """
 
-    def take_unsent(self) -> bytes:
+    def pop_unsent(self) -> bytes:
         """Remove and return the bytes to send now. The caller must send them."""
 
 
@@ -226,7 +226,7 @@ class Http1ClientProtocol:
         if data:
             raise h11.RemoteProtocolError(f"the server sent {bytes(data[:80])!r} without a request")
 
-    def take_unsent(self) -> bytes:
+    def pop_unsent(self) -> bytes:
         unsent, self._unsent = self._unsent, b""
         return unsent
 

@@ -362,7 +362,7 @@ class Writing:
         if not self._store.has_file_work or not self.gate.is_wanted:
             return None
         self._name = self._store.next_to_write()
-        surplus = self._store.take_surplus()
+        surplus = self._store.pop_surplus()
         self._is_counting = self._name is None and not surplus
         if self._is_counting:
             return partial(self._files.compare, self._store.files.sizes()) if self._store.wants_count else None

@@ -372,7 +372,7 @@ class BlockStore:
             self.counts.files_evicted += len(evicted)
             self.files.put(file.key, file.byte_count)
 
-    def take_surplus(self) -> list[str]:
+    def pop_surplus(self) -> list[str]:
         """Return the keys of the files to remove, and clear the list."""
         surplus, self._surplus = self._surplus, []
         return surplus
@@ -381,7 +381,7 @@ class BlockStore:
         """Select the next block to write.
 
         The block is pinned and bytes for its file are reserved, until `wrote` or `not_written` is called. Files that
-        are evicted for it must be removed (see `take_surplus`).
+        are evicted for it must be removed (see `pop_surplus`).
 
         Returns:
             Name of the block, or None if no block waits.

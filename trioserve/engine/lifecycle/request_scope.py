@@ -26,7 +26,7 @@ from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.errors import AlreadyEnded, DeadlinePassed, RequestAborted, RequestFailed, TrioserveError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.output import AnyDelta, hold_unread, take_unread
+from trioserve.contracts.output import AnyDelta, hold_unread, pop_unread
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace
 from trioserve.trio_tools.deadline_keeper import Alarm
@@ -329,7 +329,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         if len(held) == 1:
             delta = held[0]
         else:
-            delta = take_unread(held, self._merge)
+            delta = pop_unread(held, self._merge)
             if held:
                 # The other choices of this request are read before this choice is read again.
                 self._pending[index] = held

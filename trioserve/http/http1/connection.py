@@ -459,7 +459,7 @@ class H11Connection:
 
     async def _close(self, *, wait: bool) -> None:
         seconds_max = self._limits.close_seconds_max
-        final_bytes = b"" if self._wire is None else self._wire.take_unsent()
+        final_bytes = b"" if self._wire is None else self._wire.pop_unsent()
         if self._write_broken:
             await break_off(self._transport)
         elif wait and self._lingers and not self._client_gone:

@@ -292,7 +292,7 @@ class H11WebSocketWire:
     async def wait_for_client(self) -> None:
         await self._progressed.wait()
 
-    def take_unsent(self) -> bytes:
+    def pop_unsent(self) -> bytes:
         """Remove and return the bytes that no task writes, to send them when the connection is closed."""
         if self._is_writing or self.is_broken:
             return b""

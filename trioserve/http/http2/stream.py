@@ -249,7 +249,7 @@ class H2Stream(Exchange):
 
     # --- methods for the connection ---
 
-    def take_unsent(self, byte_count_max: int) -> bytes:
+    def pop_unsent(self, byte_count_max: int) -> bytes:
         """Remove and return bytes for one DATA frame, and wake the handler if it waits to send more.
 
         Args:
@@ -503,7 +503,7 @@ class H2Outbox:
                     ready.popleft()
                     stream.queued = False  # The stream is queued again when its window opens.
                     continue
-                data = stream.take_unsent(size_max)
+                data = stream.pop_unsent(size_max)
             ready.popleft()
             ends = stream.response.finished and not stream.unsent_bytes
             framed += protocol.data_frame(stream.id, data, end_stream=ends)
@@ -527,6 +527,6 @@ class H2Outbox:
         protocol = self._protocol
         if stream.unsent_bytes > min(protocol.window_of(stream.id), protocol.max_outbound_frame_size):
             return False
-        self.collect(protocol.data_frame(stream.id, stream.take_unsent(stream.unsent_bytes), end_stream=True))
+        self.collect(protocol.data_frame(stream.id, stream.pop_unsent(stream.unsent_bytes), end_stream=True))
         stream.end_sent = True
         return True

@@ -92,7 +92,7 @@ class DraftModel:
         block_size: tokens of one block.
         block_bytes: bytes of one block of the draft model's KV.
         token_count_max: largest number of draft tokens of a request in one step.
-        take_tapped: passes hidden states of the target model to a head, whose row for a token also reads the next
+        pass_hidden_states: passes the target's hidden states to a head, whose row for a token also reads the next
             token. None for an ordinary draft model.
     """
 
@@ -103,12 +103,12 @@ class DraftModel:
         block_size: int,
         block_bytes: int,
         token_count_max: int,
-        take_tapped: TakeTapped | None = None,
+        pass_hidden_states: TakeTapped | None = None,
     ) -> None:
         self.model = model
         self.block_bytes = block_bytes
-        self._take_tapped = take_tapped
-        self._shift = 0 if take_tapped is None else 1
+        self._take_tapped = pass_hidden_states
+        self._shift = 0 if pass_hidden_states is None else 1
         self._block_size = block_size
         self._block_count = 0
         self._spare_per_row = -(-token_count_max // block_size)
@@ -119,7 +119,7 @@ class DraftModel:
         self._block_count = block_count
         self.model.allocate_kv(block_count + self.spare_block_count)
 
-    def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
+    def pass_hidden_states(self, tapped: Mapping[RequestId, Any]) -> None:
         """Pass the hidden states of the step that just ended to the head. Do nothing for an ordinary draft model.
 
         Args:

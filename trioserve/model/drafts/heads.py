@@ -146,7 +146,7 @@ class EagleHead:
         self._pages = torch.zeros(shape, dtype=TORCH_DTYPES[self.dtype], device=self._device)
 
     @torch.inference_mode()
-    def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
+    def pass_hidden_states(self, tapped: Mapping[RequestId, Any]) -> None:
         """Project and store the hidden states of the step that just ended.
 
         Args:
@@ -305,7 +305,7 @@ class MtpHead:
         self._layer.allocate_kv(block_count)
 
     @torch.inference_mode()
-    def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
+    def pass_hidden_states(self, tapped: Mapping[RequestId, Any]) -> None:
         """Normalize and store the hidden states of the step that just ended.
 
         Args:

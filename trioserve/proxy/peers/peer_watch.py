@@ -277,18 +277,18 @@ class PeerWatch:
         """
         now = trio.current_time()
         self.shares.note_report(endpoint, heard, now)
-        self._share_out_at(endpoint, now)
+        self._divide_shares_at(endpoint, now)
 
     def share_out(self) -> None:
         now = trio.current_time()
         states = list(self._dispatch.endpoints)
         self.shares.forget(state.id for state in states)
         for state in states:
-            self._share_out_at(state.id, now)
+            self._divide_shares_at(state.id, now)
 
     # --- private methods ---
 
-    def _share_out_at(self, id: EndpointId, now: float) -> None:
+    def _divide_shares_at(self, id: EndpointId, now: float) -> None:
         state = self._dispatch.endpoint(id)
         if state is not None:
             self._dispatch.set_lease_share(id, self.shares.share(id, state.leases_max, now))

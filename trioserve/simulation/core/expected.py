@@ -272,7 +272,7 @@ class ExpectedSequence:
         samples = self.steps_in_flight > 0 and self.computed_end == len(self.known)
         return samples and (self.request.pooling is not None or self.output_count + 1 == self.request.output_tokens_max)
 
-    def take_chunk(self, chunk: ScheduledChunk) -> None:
+    def record_chunk(self, chunk: ScheduledChunk) -> None:
         """Check a chunk that the next step computes, and record it."""
         name = self.request.id
         assert self.is_running, f"{name} is computed, but was never admitted"
@@ -308,7 +308,7 @@ class ExpectedSequence:
             )
             state = dict(automaton[state])[token_id]
 
-    def take_abort(self, result: AbortResult, reason: FinishReason) -> None:
+    def record_abort(self, result: AbortResult, reason: FinishReason) -> None:
         """Check the core's result of an abort.
 
         Args:
@@ -329,13 +329,13 @@ class ExpectedSequence:
             assert result.finished is not None, f"{name}: no step reads its blocks, but its abort has to wait"
             self.take(result.finished)
 
-    def take_retraction(self) -> None:
+    def record_retraction(self) -> None:
         """Record that the sequence lost its blocks, including the KV that a connector had loaded for it."""
         self.is_running = False
         if self.cached_count is None:
             self.loaded_count = 0
 
-    def take_update(self, chunk: ScheduledChunk, tokens_before: int) -> None:
+    def record_update(self, chunk: ScheduledChunk, tokens_before: int) -> None:
         """Check the sequence after all events of a step.
 
         Args:
@@ -389,11 +389,11 @@ class ExpectedSequence:
         name = self.request.id
         assert self.finished is None, f"{name} has finished, but gets {event}"
         if type(event) is RequestFinished:
-            self._take_end(event)
+            self._record_end(event)
             return
         assert self.aborted_for is None, f"{name} was aborted, but gets {event}"
         if type(event) is TokensReady:
-            self._take_tokens(event)
+            self._record_tokens(event)
         elif type(event) is PoolingReady:
             assert not self.is_pooling, f"{name} is pooled twice"
             assert event.pooled == self.response.pooled, f"{name} has another vector than expected"
@@ -407,7 +407,7 @@ class ExpectedSequence:
             expected = (self.response.prompt_logprobs or ())[begin : self.prompt_logprobs_count]
             assert entries == expected, f"{name}: prompt logprobs from {begin} on are {entries}, expected {expected}"
 
-    def _take_tokens(self, event: TokensReady) -> None:
+    def _record_tokens(self, event: TokensReady) -> None:
         name, begin = self.request.id, self.output_count
         end = begin + len(event.token_ids)
         expected = self.response.token_ids[begin:end]
@@ -420,7 +420,7 @@ class ExpectedSequence:
         self.known += event.token_ids
         self.output_count = end
 
-    def _take_end(self, event: RequestFinished) -> None:
+    def _record_end(self, event: RequestFinished) -> None:
         name = self.request.id
         phase = self.phase
         cached_count = min(self.cached_count or 0, len(self.request.prompt_token_ids))

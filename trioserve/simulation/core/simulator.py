@@ -52,7 +52,7 @@ from trioserve.simulation.core.history import (
     plan_line,
 )
 from trioserve.simulation.core.session_watch import SessionWatch
-from trioserve.simulation.core.step_rules import check_begun_step, check_no_step_ahead, check_nobody_could_start
+from trioserve.simulation.core.step_rules import check_begun_step, check_no_request_could_start, check_no_step_ahead
 from trioserve.simulation.core.transfer_watch import TransferWatch
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse, poor_hash
 from trioserve.simulation.runs import EventSimulation, Trace
@@ -283,7 +283,7 @@ class Simulation(EventSimulation[World]):
             is_awaited = self.core.next_deadline() is not None
             assert is_awaited or not self.live, f"{', '.join(self.live)} have not ended, but nothing is computed"
             self._check_sessions()
-            check_nobody_could_start(self.core, self._may_load, self._may_defer, self._awaits_prefetch)
+            check_no_request_could_start(self.core, self._may_load, self._may_defer, self._awaits_prefetch)
             self._count("steps with nothing to compute")
             for entry in self.live.values():
                 if entry.is_running:  # A load took the request's blocks, so the core preempted the request.
@@ -324,7 +324,7 @@ class Simulation(EventSimulation[World]):
             computed=[chunk for flight in self.flights for chunk in flight.plan.chunks],
         )
         for chunk in plan.chunks:
-            self.live[chunk.request.id].take_chunk(chunk)
+            self.live[chunk.request.id].record_chunk(chunk)
             self._count("snapshots written", max(0, len(chunk.states) - 1))
             reads = chunk.states[0].reads if chunk.states else None
             self._count("snapshots that requests start from", reads is not None and reads >= self.world.states)
@@ -378,7 +378,7 @@ class Simulation(EventSimulation[World]):
         else:
             self._take(self.core.update_from_output(plan, result, self.now))
         for chunk, entry, count_before in zip(plan.chunks, entries, counts_before, strict=True):
-            entry.take_update(chunk, count_before)
+            entry.record_update(chunk, count_before)
             entry.proposed = () if result is None else result.proposed.get(entry.request.id, ())
 
     def _wait(self, event: Wait) -> None:
@@ -423,7 +423,7 @@ class Simulation(EventSimulation[World]):
 
     def _break(self, event: Break) -> None:
         if self.transfers is not None:
-            self.transfers.take_break(event)
+            self.transfers.record_break(event)
 
     def _drain(self, event: Drain) -> None:
         self.is_draining = True
@@ -440,7 +440,7 @@ class Simulation(EventSimulation[World]):
         assert set(preempted) == ran, f"{ran} ran, but {preempted} were preempted"
         assert self.core.stats().blocks_used == 0, f"no request runs, but {self.core.stats()}"
         for name, entry in self.live.items():
-            entry.take_retraction()
+            entry.record_retraction()
             assert self._cached_block_count(entry) >= cached[name], (
                 f"computed blocks of {name} were removed from the prefix cache"
             )
@@ -534,7 +534,7 @@ class Simulation(EventSimulation[World]):
                     f"{name} never arrived, but its abort returns {result}"
                 )
                 continue
-            entry.take_abort(result, reason)
+            entry.record_abort(result, reason)
             if result.finished is not None:
                 self._note_end(result.finished)
         if self.transfers is not None:

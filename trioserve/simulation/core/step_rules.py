@@ -3,7 +3,7 @@
 The rules use the plan and the expected sequences. From the core, they only read how many blocks are available, which
 request has which blocks, and which requests are deferred. SessionWatch checks that these may be deferred.
 
-One more rule, check_nobody_could_start, uses only the requests and the pool: some request runs whenever a waiting
+One more rule, check_no_request_could_start, uses only the requests and the pool: some request runs whenever a waiting
 request could run.
 """
 
@@ -21,7 +21,7 @@ from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.transfer_watch import TransferWatch
 
-__all__ = ["block_count", "check_begun_step", "check_no_step_ahead", "check_nobody_could_start"]
+__all__ = ["block_count", "check_begun_step", "check_no_step_ahead", "check_no_request_could_start"]
 
 
 def check_begun_step(
@@ -370,7 +370,7 @@ def _may_wait_for_a_hit(
     return False
 
 
-def check_nobody_could_start(
+def check_no_request_could_start(
     core: EngineCore,
     may_load: Callable[[LiveRequest], bool],
     may_defer: Callable[[LiveRequest], bool],

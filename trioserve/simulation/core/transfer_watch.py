@@ -160,7 +160,7 @@ class TransferWatch:
         assert written_count <= written_max, f"prefetches load {written_count} blocks, but {written_max} are allowed"
         return new_count
 
-    def take_break(self, event: Break) -> None:
+    def record_break(self, event: Break) -> None:
         self.connector.raises = set(event.calls)
 
     def report(

@@ -27,7 +27,7 @@ from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
-from trioserve.simulation.core.step_rules import check_nobody_could_start
+from trioserve.simulation.core.step_rules import check_no_request_could_start
 from trioserve.simulation.pair.transport import Connection, Holding, Network, PairTransport, Timers
 from trioserve.simulation.reference_engine import ReferenceResponse
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
@@ -342,7 +342,7 @@ class PairHost:
             self._pass_on([*self.core.progress(now), *self.core.expire(now)])
             self.flight = self.core.schedule(now)
             if self.flight is None:
-                check_nobody_could_start(self.core, _may_load, lambda _live: False)
+                check_no_request_could_start(self.core, _may_load, lambda _live: False)
             return self.flight
         plan, self.flight = self.flight, None
         result = self.executor.execute(plan, self.core.flights.abandonment(plan))
@@ -547,9 +547,9 @@ class PairRouter:
         else:
             assert isinstance(message, Finished)
             self.end_stage(client)
-            self._take_end(stage, message)
+            self._record_end(stage, message)
 
-    def _take_end(self, stage: StageRequest, end: Finished) -> None:
+    def _record_end(self, stage: StageRequest, end: Finished) -> None:
         client = stage.client
         if end.reason not in (FinishReason.LENGTH, FinishReason.STOP):
             assert end.reason is FinishReason.ERROR, f"{stage.id} ends with {end.reason}, but was not aborted"

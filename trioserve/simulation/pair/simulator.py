@@ -240,7 +240,7 @@ class PairSimulation(EventSimulation[PairWorld]):
                 self.now = until
                 return
             self.now = max(self.now, moment)
-            self._do_what_is_due()
+            self._run_due()
             self._settle()
 
     def _next_moment(self) -> float | None:
@@ -251,7 +251,7 @@ class PairSimulation(EventSimulation[PairWorld]):
                 moments += [host.timers.next_moment, host.next_deadline()]
         return min((moment for moment in moments if moment is not None), default=None)
 
-    def _do_what_is_due(self) -> None:
+    def _run_due(self) -> None:
         """Handle one timer or deadline that has expired."""
         impatient = self.network.impatient(self.now)
         if impatient is not None:

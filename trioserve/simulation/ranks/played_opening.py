@@ -190,7 +190,7 @@ class PlayedOpening:
             await self._changed.wait()
         return any(views.values())
 
-    def take_step(self, rank: PlayedRank, plan: StepPlan) -> None:
+    def record_step(self, rank: PlayedRank, plan: StepPlan) -> None:
         if rank.number == 0:
             self.step_count += 1
             self._count("steps planned ahead" if plan.is_ahead else "steps")
@@ -202,7 +202,7 @@ class PlayedOpening:
         assert rank.number not in ranks, f"rank {rank.number} is notified twice that step {serial} is abandoned"
         ranks.add(rank.number)
 
-    def take_digest(self, rank: PlayedRank, serial: int, digest: int | None) -> None:
+    def record_digest(self, rank: PlayedRank, serial: int, digest: int | None) -> None:
         if digest is None:
             return
         digests = self._digests.setdefault(serial, {})
@@ -219,7 +219,7 @@ class PlayedOpening:
     def refusal(self, rank: PlayedRank, path: str) -> str | None:
         return f"weights {path} do not fit rank {rank.number}" if rank.number in self._refused_by[path] else None
 
-    def take_weights(self, rank: PlayedRank, path: str) -> None:
+    def record_weights(self, rank: PlayedRank, path: str) -> None:
         assert not self._refused_by[path], f"{rank.name} writes {path}, which another rank has refused"
         self._log_line(f"{rank.name} writes {path}")
 

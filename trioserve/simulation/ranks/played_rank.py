@@ -292,14 +292,14 @@ class PlayedGroup(Protocol):
             CameApart: a rank is gone.
         """
 
-    def take_step(self, rank: PlayedRank, plan: StepPlan) -> None:
+    def record_step(self, rank: PlayedRank, plan: StepPlan) -> None:
         """Record that a rank begins a step.
 
         Args:
             plan: the step.
         """
 
-    def take_digest(self, rank: PlayedRank, serial: int, digest: int | None) -> None:
+    def record_digest(self, rank: PlayedRank, serial: int, digest: int | None) -> None:
         """Record which tokens a rank has chosen.
 
         Args:
@@ -327,7 +327,7 @@ class PlayedGroup(Protocol):
             The error text, or None if the weights fit the rank.
         """
 
-    def take_weights(self, rank: PlayedRank, path: str) -> None:
+    def record_weights(self, rank: PlayedRank, path: str) -> None:
         """Record that a rank is about to write weights.
 
         Args:
@@ -568,7 +568,7 @@ class PlayedRank:
         assert self._checked is not None, f"rank {self.number} must write weights that it has not checked"
         offer, path = self._checked
         assert offer == order.offer, f"rank {self.number} must write {order.offer}, but has checked {offer}"
-        self._group.take_weights(self, path)
+        self._group.record_weights(self, path)
         self.weights = None
         await self._group.reach(self, "write")
         await trio.sleep(self._group.stage.write_seconds)
@@ -590,7 +590,7 @@ class PlayedRank:
     async def _compute(self, step: _Step) -> None:
         group, stage, plan, executor = self._group, self._group.stage, step.plan, self.executor
         assert executor is not None
-        group.take_step(self, plan)
+        group.record_step(self, plan)
         await group.reach(self, "step")
         await trio.sleep(stage.step_seconds[plan.step_index % len(stage.step_seconds)])
         is_abandoned = await group.wait_for_step(self, step.serial, step.is_abandoned())
@@ -603,7 +603,7 @@ class PlayedRank:
         digest = _digest(result)
         if digest is not None and self.stray is not None:
             digest += 1
-        group.take_digest(self, step.serial, digest)
+        group.record_digest(self, step.serial, digest)
         response = result if self.number == 0 else None
         self._send(Answer(step.serial, None, response, digest))
         await group.reach(self, "answered")

@@ -228,7 +228,7 @@ class RouterBooks:
         self._check_and_grant(entry, id)
         entry.next = id
 
-    def take_up_next(self, entry: ExpectedRequest) -> None:
+    def record_move(self, entry: ExpectedRequest) -> None:
         """Record that a stream uses its second lease. Its first lease has been returned before.
 
         Args:
@@ -353,7 +353,7 @@ class RouterBooks:
             self.end(entry)
             return reason
         if entry.next is not None and not entry.is_on_trial:
-            self.take_up_next(entry)
+            self.record_move(entry)
             self.continued.note_turn(entry, self.now)
             return None
         self.drop_next(entry)
@@ -472,7 +472,7 @@ class RouterBooks:
 
     # --- Rules ---
 
-    def check_nobody_waits_for_ever(self, now: float) -> None:
+    def check_no_request_waits_forever(self, now: float) -> None:
         """Check that no request waits although an endpoint must accept it.
 
         Args:
@@ -487,7 +487,7 @@ class RouterBooks:
             taking = self.taking(entry, now)
             assert not taking, f"{entry.name} must leave {entry.endpoint}, and {taking} could accept it"
 
-    def check_nobody_is_hopeless(self) -> None:
+    def check_no_hopeless_request_waits(self) -> None:
         for entry in self.waiting:
             assert self._is_any_left(entry), f"{entry.name} waits, but no endpoint can ever accept it"
 

@@ -510,7 +510,7 @@ class EndpointBook:
         if self.probe == name:
             self.probe = None
 
-    def take_token(self, name: str, now: float, *, is_lease_over: bool) -> None:
+    def record_token(self, name: str, now: float, *, is_lease_over: bool) -> None:
         """Record the first token of a request.
 
         Args:

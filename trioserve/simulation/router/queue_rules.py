@@ -180,7 +180,7 @@ class SimulatedStream:
         self._pass_on(self._group[:byte_count])
         self._group = self._group[byte_count:]
 
-    def give_away(self) -> None:
+    def hand_over(self) -> None:
         """Let the endpoint hand over the stream after the last complete group."""
         if not self._group or self._group_tokens == 0:
             self._pass_on(b'data: {"object":"hand_over","kv_transfer_params":null}\nid: >\n\n')

@@ -284,7 +284,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         if world.shares:
             router.shares = PeerShares(router.name)
             router.shares.set_peers(other.name for other in self._routers)
-            self._share_out(router)
+            self._divide_shares(router)
             self._at(LOOK_SECONDS, lambda core=router.core: self._look(router, core))  # type: ignore[misc]
 
     def _changed(self, router: _Router, ticket: Ticket) -> None:
@@ -388,15 +388,15 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
                 )
                 if not 0 < failed_count < FAILED_LOOKS_MAX:
                     router.shares.note_alive(other.name, is_seen)
-        self._share_out(router)
+        self._divide_shares(router)
         if self._needs_reports:
             self._at(LOOK_SECONDS, lambda: self._look(router, core))
 
-    def _share_out(self, router: _Router) -> None:
+    def _divide_shares(self, router: _Router) -> None:
         for id in self._endpoints:
-            self._share_out_at(router, id)
+            self._divide_shares_at(router, id)
 
-    def _share_out_at(self, router: _Router, id: EndpointId) -> None:
+    def _divide_shares_at(self, router: _Router, id: EndpointId) -> None:
         share = router.shares.share(id, self.world.leases_max, self.now)
         if share != router.noted_shares.get(id):
             router.noted_shares[id] = share
@@ -503,7 +503,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
                 continue
             if self.world.shares:
                 router.shares.note_report(id, heard.get(router.number, {}), self.now)
-                self._share_out_at(router, id)
+                self._divide_shares_at(router, id)
             self.books.note_report(
                 router.number, id, load.running + load.waiting, sent_before=sent_before, now=self.now
             )

@@ -270,7 +270,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             entry.can_resume = event.can_resume
             self.books.note_pair(entry, PairOutcome.PAIRED)
             is_lease_over = self.world.lease_until == "first_token"
-            self._endpoint_of(entry).take_token(entry.name, self.books.now, is_lease_over=is_lease_over)
+            self._endpoint_of(entry).record_token(entry.name, self.books.now, is_lease_over=is_lease_over)
             if is_lease_over:
                 entry.state = "running_free"
             self.books.continued.note_answered(entry)
@@ -290,10 +290,10 @@ class RouterSimulation(EventSimulation[RouterWorld]):
                 self._leave_now(entry)
                 return
             if event.is_given:
-                entry.stream.give_away()
+                entry.stream.hand_over()
             entry.stream.break_off()
             self.books.release(entry)
-            self.books.take_up_next(entry)
+            self.books.record_move(entry)
         self.core.moved(entry.ticket, self.books.now)
 
     def _stay(self, event: Stay) -> None:
@@ -615,7 +615,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             just_before = min(moment, end) - 2 * CLOSE_SECONDS
             if just_before > books.now:
                 # Between two ticks, the passing of time alone must not make capacity available for a waiting request.
-                books.check_nobody_waits_for_ever(just_before)
+                books.check_no_request_waits_forever(just_before)
             if moment > end:
                 books.now = end
                 return
@@ -735,7 +735,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         )
         self._reported_gone.clear()
         books.gone.clear()
-        books.check_nobody_is_hopeless()
+        books.check_no_hopeless_request_waits()
         moment = self.core.next_tick(books.now)
         for entry in books.waiting:
             assert moment <= entry.deadline, (
@@ -749,7 +749,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
                 f"the next tick is at {moment}, but {id} has its deadline at {deadline}"
             )
         if not self._is_tick_late:
-            books.check_nobody_waits_for_ever(books.now)
+            books.check_no_request_waits_forever(books.now)
 
     def _check_counts(self) -> None:
         stats, books = self.core.stats(), self.books

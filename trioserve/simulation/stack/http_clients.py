@@ -170,7 +170,7 @@ class HttpClients:
         else:
             await trio.sleep(ask.stall_seconds)
         if ask.stall_seconds >= FOR_GOOD_SECONDS:
-            self._check_given_up([ask])
+            self._check_abandoned([ask])
         caller.protocol.grant_credit(response)
         await caller.flush()
 
@@ -191,7 +191,7 @@ class HttpClients:
         caller.stop_reading(connection.stall_seconds)
         await trio.sleep(connection.stall_seconds)
         if connection.stall_seconds >= FOR_GOOD_SECONDS:
-            self._check_given_up(asks)
+            self._check_abandoned(asks)
 
     async def _leave(self, caller: Caller, ask: Ask, response: Response) -> None:
         way = ask.way if caller.connection.http == 2 or ask.way != "reset" else "close"
@@ -246,7 +246,7 @@ class HttpClients:
 
     # --- Checks after the end ---
 
-    def _check_given_up(self, asks: list[Ask]) -> None:
+    def _check_abandoned(self, asks: list[Ask]) -> None:
         for ask in asks:
             key = key_of(ask)
             assert key not in self._server.inside, f"client {key} never reads, but its exchange was not given up"

@@ -351,7 +351,7 @@ class StrictClient:
         self._protocol.send_goaway()
 
     def unsent(self) -> bytes:
-        return self._protocol.take_unsent()
+        return self._protocol.pop_unsent()
 
 
 READ_BYTES = 65536

@@ -125,7 +125,7 @@ class HttpServer:
     def drain(self) -> None:
         if self.drained_at is None:
             self.drained_at = trio.current_time()
-            self.nursery.start_soon(self._check_halves_are_gone)
+            self.nursery.start_soon(self._check_incomplete_are_cancelled)
         self._server.drain()
 
     def came_too_late(self, key: str) -> bool:
@@ -136,7 +136,7 @@ class HttpServer:
         """
         return self.drained_at is not None and self.sent_at.get(key, math.inf) >= self.drained_at - ROUNDING_SECONDS
 
-    async def _check_halves_are_gone(self) -> None:
+    async def _check_incomplete_are_cancelled(self) -> None:
         await trio.sleep(MOMENT_SECONDS)
         halves = [key for key in self.inside if self.sent_at.get(key) == math.inf]
         assert not halves, f"clients {halves} have sent half a request, but the draining server waits for the rest"
@@ -171,7 +171,7 @@ class HttpServer:
             self.inside.pop(key, None)
             try:
                 if ask is not None:
-                    self._check_let_go(ask)
+                    self._check_released(ask)
                 self.check_all()
             # The front end would treat a failed check as a fault of its handler, so another task raises the error.
             except AssertionError as error:
@@ -191,7 +191,7 @@ class HttpServer:
 
     # --- Rules ---
 
-    def check_told(self) -> None:
+    def check_faults_reported(self) -> None:
         """Check, after the engine broke, that no client still waits for a response or an error."""
         assert not self.untold, f"the engine broke, but clients {sorted(self.untold)} got no error"
 
@@ -237,7 +237,7 @@ class HttpServer:
         assert self._open_count == 0, f"{self._open_count} connections have a task"
         assert not self.inside
 
-    def _check_let_go(self, ask: Ask) -> None:
+    def _check_released(self, ask: Ask) -> None:
         """Check that at most the step in flight computes a request whose exchange has ended."""
         for live in self.fake.current_core.live_requests():
             if ask.id is not None and live.request.id.split("/")[1] == ask.id:

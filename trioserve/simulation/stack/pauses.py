@@ -191,14 +191,14 @@ class Pauses(trio.abc.Instrument):
         assert not fake.current_core.flights, "a pause has returned, but a step is in flight"
         late_at = asked_at + STEPS_IN_FLIGHT_MAX * self._step_seconds_max + ROUNDING_SECONDS
         assert order.mode == "wait" or trio.current_time() <= late_at, "a pause takes longer than the steps in flight"
-        self._check_given_back(order)
+        self._check_retracted(order)
         return order.mode
 
     async def _pause_engine(self, fake: HaltedEngine, order: Pause) -> None:
         assert order.mode != "retract", "this engine cannot retract"
         await fake.pause_generation(order.mode)
 
-    def _check_given_back(self, order: Pause) -> None:
+    def _check_retracted(self, order: Pause) -> None:
         """Check, when a pause returns, that the engine has freed memory as requested."""
 
     async def _sleep(self, fake: HaltedEngine, order: Sleep) -> str:
@@ -452,7 +452,7 @@ class SwapPauses(Pauses):
     async def _pause_engine(self, fake: HaltedEngine, order: Pause) -> None:
         await self._fake.pause_generation(order.mode, clear_cache=order.clears)
 
-    def _check_given_back(self, order: Pause) -> None:
+    def _check_retracted(self, order: Pause) -> None:
         stats = self._fake.current_core.stats()
         if order.mode == "retract" or (order.mode == "keep" and order.clears):
             assert stats.blocks_used == 0, f"all blocks must be freed, but {stats.blocks_used} are in use"

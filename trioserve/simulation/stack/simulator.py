@@ -130,7 +130,7 @@ class StackSimulation(TracedRun):
                 f"the engine broke, but clients {sorted(self._without_outcome)} got no error"
             )
             assert self._http is not None
-            self._http.check_told()
+            self._http.check_faults_reported()
             self._http.check_over()
             self.count("engines broken")
 

@@ -353,9 +353,9 @@ class Side:
         elif name not in self.loads:
             self.violations.append(f"{event}, but there is no such load")
         else:
-            self._take_end(self.loads[name], event)
+            self._record_end(self.loads[name], event)
 
-    def _take_end(self, load: Load, event: Loaded | LoadFailed) -> None:
+    def _record_end(self, load: Load, event: Loaded | LoadFailed) -> None:
         count = event.token_count if isinstance(event, Loaded) else 0
         if not 0 <= count <= load.token_count:
             self.violations.append(f"{event}, but {load.token_count} tokens were requested")
