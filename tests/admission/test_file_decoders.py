@@ -60,7 +60,7 @@ async def test_process_decodes_the_same_pixels() -> None:
             tiles = await decoder.tiles(content, FAKE_IMAGES, plan, "here")
             assert np.array_equal(np.asarray(tiles), tiles_of(content, FAKE_IMAGES, plan, "here"))
             assert await decoder.image(content, "here") == decoded_image(content, LIMITS, "here")
-            assert await decoder.mask(content, "here") == decoded_mask(content, LIMITS, "here")
+            assert await decoder.image(content, "here", is_mask=True) == decoded_mask(content, LIMITS, "here")
 
 
 async def test_damaged_file_is_refused_and_the_process_decodes_the_next_file() -> None:

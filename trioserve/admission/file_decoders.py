@@ -165,34 +165,20 @@ class ImageDecoder(FileDecoder):
         )
         return tiles_from(pixels, plan)
 
-    async def image(self, content: bytes, place: str) -> RGBImage:
-        """Decode an image to upright RGB, with transparent parts on white.
+    async def image(self, content: bytes, place: str, *, is_mask: bool = False) -> RGBImage:
+        """Decode an image to upright RGB, with transparent parts on white, or a mask, see image_file.decoded_mask.
 
         Args:
-            content: The encoded image.
+            content: The encoded image or mask.
             place: Name of the image in error messages.
+            is_mask: True to decode a mask.
 
         Raises:
             InvalidRequest: see `tiles`.
             Overloaded: see `tiles`.
         """
-        return await self._image(DecodeJob(kind="image", place=place, limits=self.limits), content)
-
-    async def mask(self, content: bytes, place: str) -> RGBImage:
-        """Decode a mask, see image_file.decoded_mask.
-
-        Args:
-            content: The encoded mask.
-            place: Name of the mask in error messages.
-
-        Raises:
-            InvalidRequest: see `tiles`.
-            Overloaded: see `tiles`.
-        """
-        return await self._image(DecodeJob(kind="mask", place=place, limits=self.limits), content)
-
-    async def _image(self, job: DecodeJob, content: bytes) -> RGBImage:
-        header = read_header(content, self.limits, job.place)
+        header = read_header(content, self.limits, place)
+        job = DecodeJob(kind="mask" if is_mask else "image", place=place, limits=self.limits)
         reply, pixels = await self._decoded(job, content, 3 * header.width * header.height)
         return RGBImage(reply.width, reply.height, bytes(pixels))
 

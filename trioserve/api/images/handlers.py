@@ -137,7 +137,7 @@ async def _changed(context: ImageContext, raw: bytes, share: UnsentShare) -> Who
     decoder = context.services.decoder
     async with decoder.turn(context.tenant):
         image = await decoder.image(image_form.image, "image")
-        mask = None if image_form.mask is None else await decoder.mask(image_form.mask, "mask")
+        mask = None if image_form.mask is None else await decoder.image(image_form.mask, "mask", is_mask=True)
     return await _made(context, image_form.body, image_form.body.edit_params(image, mask), "image_edit", model, share)
 
 
