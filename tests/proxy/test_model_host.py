@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -446,7 +447,7 @@ async def test_request_that_is_sent_while_its_model_begins_to_drain_is_served(au
         refused: list[str] = []
         await (await models.router.client().post(PATH, body("a"))).read()
         with monkeypatch.context() as patch:
-            patch.setattr(models.host, "lease", refused.append)
+            patch.setattr(models.host, "lease", lambda name, tenant: refused.append(name))
             response = await models.router.client().post(PATH, body("a"))
             assert (await response.head(), refused) == (200, ["a"])
             await response.read()
@@ -474,6 +475,18 @@ async def test_model_is_unloaded_after_keep_alive_from_the_end_of_its_last_reque
         assert models.state("a") == "loaded"
         await trio.sleep(2)
         assert (models.state("a"), models.host.status("a").reason) == ("unloaded", "it was idle")
+
+
+async def test_first_model_of_a_tenant_is_loaded_before_further_models_of_another_tenant(autojump_clock):
+    async with open_models(spec("a"), spec("b"), spec("c"), spec("d"), memory=50) as models:
+        models.loading["a"] = trio.Event()
+        async with trio.open_nursery() as nursery:
+            for name, tenant in (("a", "one"), ("b", "one"), ("c", "one"), ("d", "other")):
+                post = models.router.client().post
+                nursery.start_soon(partial(post, PATH, body(name), headers={"x-tenant-id": tenant}))
+                await trio.sleep(1)
+            models.loading["a"].set()
+        assert models.loads == ["a", "b", "d", "c"]
 
 
 async def test_request_for_an_adapter_loads_its_model(autojump_clock):

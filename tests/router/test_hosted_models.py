@@ -321,3 +321,64 @@ def test_model_in_use_does_not_sleep():
     load(models, "a", 0)
     with pytest.raises(InvalidRequest, match="the model a cannot sleep now"):
         models.request_sleep("a", 2)
+
+
+def turns_of(tenants: dict[str, str], count: int) -> list[str]:
+    """Return which models are loaded one after another if requests always wait for all models, and one fits.
+
+    Args:
+        tenants: tenant of each model.
+        count: number of loads.
+    """
+    models, now, turns = models_of(*map(spec, tenants), memory=1), 0.0, []
+    for name, tenant in tenants.items():
+        models.wait(name, now, tenant)
+    while len(turns) < count:
+        [order] = models.decide(now)
+        assert order.state is ModelState.LOADING
+        name, tenant = order.name, tenants[order.name]
+        turns.append(name)
+        models.on_loaded(name, now)
+        lease = models.lease(name, now, tenant)
+        while not (orders := models.decide(now)):
+            now = models.next_at(now)
+        assert states(orders) == [(name, "draining")]
+        models.wait(name, now, tenant)
+        models.release(lease, now)
+        assert states(models.decide(now)) == [(name, "unloading")]
+        now += 1
+        models.on_unloaded(name, now)
+    return turns
+
+
+def test_tenant_with_one_model_gets_as_many_turns_as_a_tenant_with_three():
+    turns = turns_of({"b1": "b", "b2": "b", "b3": "b", "a1": "a"}, 24)
+    assert turns[:8] == ["a1", "b1", "a1", "b2", "a1", "b3", "a1", "b1"]
+    assert all(turns.count(name) == 4 for name in ("b1", "b2", "b3"))
+
+
+def test_models_of_one_tenant_take_turns():
+    assert turns_of(dict.fromkeys(("x", "y", "z"), "a"), 7) == ["x", "y", "z", "x", "y", "z", "x"]
+
+
+def test_model_that_two_tenants_need_has_the_turn_of_the_tenant_that_is_first():
+    models = models_of(spec("old"), spec("new"), spec("shared"))
+    models.wait("old", 0, "b")
+    models.wait("new", 0.5, "b")
+    models.wait("shared", 1, "b")
+    assert states(models.decide(2)) == [("old", "loading")]
+    models.wait("shared", 3, "a")
+    models.on_loaded("old", 4)
+    models.lease("old", 4, "b")
+    assert states(models.decide(4)) == [("shared", "loading")]
+
+
+def test_tenants_without_waiting_requests_are_forgotten():
+    models = models_of(spec("a"))
+    for number in range(3):
+        models.wait("a", number, str(number))
+        models.decide(number)
+        models.on_failed("a", number, "broken")
+        models["a"].retry_at = number
+        models.stop_waiting("a", number, str(number))
+    assert len(models._turn_at) <= 1

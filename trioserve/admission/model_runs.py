@@ -322,34 +322,37 @@ class ModelRuns(Generic[LoadedT]):
         """
         self._models.check(name, trio.current_time())
 
-    def wait(self, name: str) -> None:
+    def wait(self, name: str, tenant: str = "") -> None:
         """Note that a request begins to wait for a model, after `check` or after its lease.
 
         Args:
             name: the model.
+            tenant: tenant of the request.
         """
-        self._models.wait(name, trio.current_time(), is_new=False)
+        self._models.wait(name, trio.current_time(), tenant, is_new=False)
         self._changed.set()
 
-    def stop_waiting(self, name: str) -> None:
+    def stop_waiting(self, name: str, tenant: str = "") -> None:
         """Note that a request stops to wait.
 
         Args:
             name: the model.
+            tenant: tenant of the request.
         """
-        self._models.stop_waiting(name, trio.current_time())
+        self._models.stop_waiting(name, trio.current_time(), tenant)
         self._changed.set()
 
-    def lease(self, name: str) -> ModelLease | None:
+    def lease(self, name: str, tenant: str = "") -> ModelLease | None:
         """Turn the wait of a request into a lease.
 
         Args:
             name: the model.
+            tenant: tenant of the request.
 
         Returns:
             The lease. None if the model gives no leases now.
         """
-        lease = self._models.lease(name, trio.current_time())
+        lease = self._models.lease(name, trio.current_time(), tenant)
         if lease is not None:
             self._changed.set()
         return lease
@@ -479,7 +482,7 @@ class ModelRuns(Generic[LoadedT]):
             progress=progress,
             state_seconds=max(0.0, now - max(model.changed_at, self._begun_at)),
             bytes=model.bytes,
-            waiting=model.waiting_count,
+            waiting=model.waiting.total(),
             leases=len(model.leases),
             unloads_in_seconds=max(0.0, model.idle_until - now) if idles else None,
             is_pinned=model.spec.is_pinned,

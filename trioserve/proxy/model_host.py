@@ -89,7 +89,7 @@ class ModelHost(TicketFollower, ModelFollower[EndpointSpec]):
         if name not in self._models or ticket.index in self._leases:
             return
         self._begin_wait(ticket)
-        lease = self._models.lease(name)
+        lease = self._models.lease(name, ticket.request.tenant)
         # If several models change at once, the router may send a request to a model whose change it does not know yet.
         # The model then ends as if the request were not there, and the router sends the request to its next process.
         if lease is not None:
@@ -102,11 +102,11 @@ class ModelHost(TicketFollower, ModelFollower[EndpointSpec]):
             self._models.release(lease)
         elif ticket.index in self._waiting:
             self._waiting.remove(ticket.index)
-            self._models.stop_waiting(ticket.request.model)
+            self._models.stop_waiting(ticket.request.model, ticket.request.tenant)
 
     def _begin_wait(self, ticket: Ticket) -> None:
         if ticket.index not in self._waiting:
-            self._models.wait(ticket.request.model)
+            self._models.wait(ticket.request.model, ticket.request.tenant)
             self._waiting.add(ticket.index)
 
     # --- changes of models ---

@@ -19,7 +19,10 @@ A load without progress for `stall_seconds` is stopped, and counts as failed. A 
 this time is unloaded.
 
 Models wait in the order of their arrival. A model whose priority is better by 1 counts as having waited for
-`SECONDS_PER_PRIORITY` longer, so a model is overtaken for a bounded time only.
+`SECONDS_PER_PRIORITY` longer, so a model is overtaken for a bounded time only. Tenants take turns (round robin): the
+first waiting model of each tenant comes before the second one of any tenant. A tenant's wait counts from its last turn,
+which is the last load or wake-up for which the tenant waited. So of models with equal priority, another tenant's get
+one turn at most while the first one of a tenant waits.
 
     UNLOADED ──a request waits──► LOADING ──on_loaded──► LOADED ──memory is needed──► DRAINING
         ▲                            │ no request waits     │ idle for keep_alive_seconds │ last lease released
@@ -35,6 +38,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -169,7 +173,7 @@ class HostedModel:
     Attributes:
         spec: its description.
         state: state at the server.
-        waiting_count: requests that wait for the model.
+        waiting: number of requests that wait for the model, by tenant.
         waiting_since: time from which on requests, or an operator, have waited for the model without a break. None if
             none waits.
         is_requested: True if an operator requested to load the model, until it is loaded or its load failed. Loads of
@@ -212,7 +216,7 @@ class HostedModel:
         "spec",
         "state",
         "used_at",
-        "waiting_count",
+        "waiting",
         "waiting_since",
         "wake_seconds",
         "wanted_blocks",
@@ -221,7 +225,7 @@ class HostedModel:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.state = UNLOADED
-        self.waiting_count = 0
+        self.waiting: Counter[str] = Counter()
         self.waiting_since: float | None = None
         self.is_requested = False
         self.must_unload = False
@@ -242,7 +246,12 @@ class HostedModel:
     @property
     def is_idle(self) -> bool:
         """True if no request needs the model."""
-        return not self.leases and not self.waiting_count
+        return not self.leases and not self.waiting
+
+    @property
+    def delay_seconds(self) -> float:
+        """Time by which a wait for the model counts as shorter. Negative for a model that is loaded earlier."""
+        return SECONDS_PER_PRIORITY * self.spec.priority
 
     @property
     def bytes(self) -> int:
@@ -304,13 +313,26 @@ class HostedModel:
         """Time at which the model is unloaded if it stays idle."""
         return math.inf if self.spec.is_pinned else self.used_at + self.keep_alive_seconds
 
+    def end_wait(self, tenant: str, now: float) -> None:
+        """Note that a request of a tenant waits no longer.
+
+        Args:
+            tenant: tenant of the request.
+            now: time in seconds.
+        """
+        assert self.waiting[tenant], f"no request of {tenant!r} waits for {self.spec.name}"
+        self.waiting[tenant] -= 1
+        if not self.waiting[tenant]:
+            del self.waiting[tenant]
+        self.note_waits(now)
+
     def note_waits(self, now: float) -> None:
         """Update `waiting_since` after a wait has begun or ended.
 
         Args:
             now: time in seconds.
         """
-        if not self.waiting_count and not self.is_requested:
+        if not self.waiting and not self.is_requested:
             self.waiting_since = None
         elif self.waiting_since is None:
             self.waiting_since = now
@@ -347,6 +369,7 @@ class HostedModels:
         self._settings = settings
         models = [HostedModel(spec) for spec in specs]
         self._models = {name: model for model in models for name in (model.spec.name, *model.spec.adapters)}
+        self._turn_at: dict[str, float] = {}  # Time of each tenant's last turn, as long as an earlier wait continues.
         self._removed: set[str] = set()  # Adapters that are gone, whose last requests may still run.
         pinned_bytes = sum(model.spec.bytes for model in self if model.spec.is_pinned)
         if pinned_bytes > settings.memory_bytes:
@@ -457,12 +480,13 @@ class HostedModels:
                 param="model",
             )
 
-    def wait(self, name: str, now: float, *, is_new: bool = True) -> None:
+    def wait(self, name: str, now: float, tenant: str = "", *, is_new: bool = True) -> None:
         """Note that a request begins to wait for a model.
 
         Args:
             name: the model.
             now: time in seconds.
+            tenant: tenant of the request.
             is_new: False if the request had a lease, so that it is not refused. It waits for the next load.
 
         Raises:
@@ -472,37 +496,34 @@ class HostedModels:
         model = self._models[name]
         if is_new:
             self.check(name, now)
-        model.waiting_count += 1
+        model.waiting[tenant] += 1
         model.note_waits(now)
 
-    def stop_waiting(self, name: str, now: float) -> None:
+    def stop_waiting(self, name: str, now: float, tenant: str = "") -> None:
         """Note that a request stops to wait, because it was refused or its client left.
 
         Args:
             name: the model.
             now: time in seconds.
+            tenant: tenant of the request.
         """
-        model = self._models[name]
-        assert model.waiting_count, f"no request waits for {name}"
-        model.waiting_count -= 1
-        model.note_waits(now)
+        self._models[name].end_wait(tenant, now)
 
-    def lease(self, name: str, now: float) -> ModelLease | None:
+    def lease(self, name: str, now: float, tenant: str = "") -> ModelLease | None:
         """Turn the wait of a request into a lease.
 
         Args:
             name: the model, for which the request waits.
             now: time in seconds.
+            tenant: tenant of the request.
 
         Returns:
             The lease. None if the model gives no leases now: the request continues to wait.
         """
         model = self._models[name]
-        assert model.waiting_count, f"no request waits for {name}"
         if model.state is not LOADED:
             return None
-        model.waiting_count -= 1
-        model.note_waits(now)
+        model.end_wait(tenant, now)
         lease = ModelLease(model)
         model.leases.add(lease)
         return lease
@@ -690,7 +711,7 @@ class HostedModels:
         """
         orders: list[ModelOrder | ModelResize] = []
         for model in self:
-            if model.state is LOADING and not (model.waiting_count or model.is_requested):
+            if model.state is LOADING and not (model.waiting or model.is_requested):
                 orders.append(self._order(model, UNLOADING, now, "no request waits for it any more"))
             elif now >= model.hangs_from + self._settings.stall_seconds:
                 orders.append(self._stop(model, now))
@@ -758,13 +779,24 @@ class HostedModels:
     # --- private methods ---
 
     def _wanted(self, now: float) -> list[HostedModel]:
-        """Return the models that must be loaded, the one that waits for the longest time first."""
-        models = [
-            (model.waiting_since + SECONDS_PER_PRIORITY * model.spec.priority, model.spec.name, model)
+        """Return the models that must be loaded, in the order of their turns."""
+        waits = {
+            model.spec.name: model.waiting_since + model.delay_seconds
             for model in self
             if model.state in (UNLOADED, SLEEPING) and model.waiting_since is not None and model.retry_at <= now
-        ]
-        return [model for _, _, model in sorted(models)]
+        }
+        earlier_counts: Counter[str] = Counter()  # For each tenant, the models before the current one.
+        turns: dict[str, tuple[int, float, float, str]] = {}
+        for waits_from, name in sorted((waits_from, name) for name, waits_from in waits.items()):
+            model = self._models[name]
+            # A load that an operator requested has a turn of its own.
+            places = [(0, waits_from)] if model.is_requested else []
+            for tenant in model.waiting:
+                turn_at = self._turn_at.get(tenant, -math.inf) + model.delay_seconds
+                places.append((earlier_counts[tenant], max(waits_from, turn_at)))
+            turns[name] = (*min(places), waits_from, name)
+            earlier_counts.update(model.waiting.keys())
+        return [self._models[name] for name in sorted(turns, key=turns.__getitem__)]
 
     def _group_of(self, model: HostedModel) -> list[HostedModel]:
         """Return the other models of a model's group."""
@@ -858,6 +890,12 @@ class HostedModels:
 
     def _order(self, model: HostedModel, state: ModelState, now: float, reason: str) -> ModelOrder:
         model.change(state, now)
+        if state in (LOADING, WAKING):
+            self._turn_at.update(dict.fromkeys(model.waiting, now))
+            # A turn before the longest wait has no effect.
+            since = [each.waiting_since for each in self if each.waiting and each.waiting_since is not None]
+            waits_from = min(since, default=now)
+            self._turn_at = {tenant: at for tenant, at in self._turn_at.items() if at > waits_from}
         if state is SLEEPING:
             model.awake_blocks, model.wanted_blocks = model.kv_blocks, 0
         return ModelOrder(model.spec.name, state, reason)

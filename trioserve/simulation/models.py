@@ -5,6 +5,8 @@ ModelsBook records what the orders and reports say of each model, and reads no s
 - Models that are not unloaded never need more memory than there is.
 - A load begins only if a request or an operator waits, not before a failed load may be repeated, and in the order of
   waiting. A model whose priority is better by 1 counts as having waited for 10 s longer, so every wait has a bound.
+- A load or wake-up is a turn of the tenants that wait for it. Tenants take turns: no tenant's second model is before
+  another tenant's first one, and a tenant's wait counts from its last turn.
 - At most one model of a group is not unloaded.
 - A KV cache becomes smaller only for a model that waits, and larger only if none waits, its model is busy, and a turn
   has passed since the last change. It never becomes smaller than its minimum. Its memory is free when the change ends.
@@ -83,11 +85,12 @@ class ModelsWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     stall: float | None = None
 
 
-class Arrive(msgspec.Struct, frozen=True, kw_only=True, tag="arrive"):
+class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
     """A request for a model arrives. A second request with the same id is ignored."""
 
     id: str
     model: int
+    tenant: str = ""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
@@ -202,6 +205,8 @@ CACHING_WORLDS_SHARE = 0.5  # fraction of the worlds in which KV caches may beco
 RESIZED_CHANCE = 0.4  # probability at each event of such a world that a change of a cache ends
 SECONDS_PER_PRIORITY = 10.0  # A model that is better by 1 overtakes those that began to wait this much earlier.
 SLEEP_CHANCE = 0.5  # probability at such an event, if no cache changes, that an operator lets a model sleep
+TENANTS = ("a", "a", "a", "b", "b", "c")  # The first tenant sends half of the requests.
+TENANTS_WORLDS_SHARE = 0.5  # fraction of the worlds with several tenants
 RANKED_WORLDS_SHARE = 0.5  # fraction of the worlds in which models have groups and priorities
 STALLING_WORLDS_SHARE = 0.5  # fraction of the worlds in which a load may hang
 PROGRESS_CHANCE = 0.2  # probability at an event of such a world, while a model loads, that it makes progress
@@ -212,8 +217,8 @@ class ModelRecord:
     """Record of one model in the book.
 
     Attributes:
-        waiting: requests that wait.
-        running: requests with a lease.
+        waiting: tenants of the requests that wait, by request.
+        running: tenants of the requests with a lease, by request.
         since: time of the last change of `state`.
         progress_at: time of the last progress of a load, or of the last change of `state`.
         is_asked: True if an operator requested a load that has not ended.
@@ -239,8 +244,8 @@ class ModelRecord:
         self.priority = priority
         self.is_pinned = is_pinned
         self.state = UNLOADED
-        self.waiting: set[str] = set()
-        self.running: set[str] = set()
+        self.waiting: dict[str, str] = {}
+        self.running: dict[str, str] = {}
         self.since = self.progress_at = 0.0
         self.used_at = 0.0
         self.loaded_at = 0.0
@@ -296,6 +301,7 @@ class ModelsBook:
             for number, values in enumerate(zip(*columns, strict=False))
         ]
         self.now = 0.0
+        self.turn_at: dict[str, float] = {}  # Time of the last turn of each tenant.
 
     def change(self, model: ModelRecord, state: ModelState) -> None:
         model.state = state
@@ -374,6 +380,8 @@ class ModelsBook:
             assert (order.state, model.state) == (LOADED, DRAINING), f"{number} is {model.state.value}, order {order}"
             assert not model.must_unload, f"{number} must be unloaded, and gives leases again"
             assert not self._waiting(), f"{number} gives leases again, but {self._waiting()} need its memory"
+        if order.state in (LOADING, WAKING):
+            self.turn_at.update(dict.fromkeys(model.waiting.values(), self.now))
         self.change(model, order.state)
         self._check_memory()
 
@@ -512,13 +520,31 @@ class ModelsBook:
     def _waiting(self) -> list[ModelRecord]:
         """Return the models that wait to be loaded, in the order of their loads."""
         wanted = [
-            (model.wanted_since + SECONDS_PER_PRIORITY * model.priority, number)
-            for number, model in enumerate(self.models)
+            model
+            for model in self.models
             if model.state in (UNLOADED, SLEEPING)
             and model.wanted_since is not None
             and model.blocked_until <= self.now
         ]
-        return [self.models[number] for _, number in sorted(wanted)]
+        wanted.sort(key=self._waits_from)
+        # In each round, each tenant has its first remaining model, and the operator has all models that it requested.
+        places: dict[str, int] = {}
+        keys = []
+        for model in wanted:
+            since = self._waits_from(model)
+            delay = SECONDS_PER_PRIORITY * model.priority
+            tenants = set(model.waiting.values())
+            claims = [
+                (places.get(tenant, 0), max(since, self.turn_at.get(tenant, -math.inf) + delay)) for tenant in tenants
+            ]
+            keys.append(min([*claims, (0, since)] if model.is_asked else claims))
+            for tenant in tenants:
+                places[tenant] = places.get(tenant, 0) + 1
+        return [wanted[index] for index in sorted(range(len(wanted)), key=keys.__getitem__)]
+
+    def _waits_from(self, model: ModelRecord) -> float:
+        assert model.wanted_since is not None, "only models that wait have a turn"
+        return model.wanted_since + SECONDS_PER_PRIORITY * model.priority
 
     def _first(self) -> ModelRecord | None:
         """Return the first model that waits to be loaded, whose group has no other one, and that is settled."""
@@ -578,7 +604,9 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         self.book = ModelsBook(world)
         self.requests: dict[str, int] = {}
         self._leases: dict[str, ModelLease] = {}
-        self._lost: list[tuple[int, str]] = []  # Requests that ran at a crashed model, and have not noted the crash.
+        self._lost: list[
+            tuple[int, str, str]
+        ] = []  # Requests that ran at a crashed model, and have not noted the crash.
         self._settle()
 
     def apply(self, event: ModelsEvent) -> None:
@@ -648,7 +676,7 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         self._count("requests")
         others = sum(other.size for other in self.book.models if other.is_pinned and other is not model)
         try:
-            self._models.wait(str(event.model), now)
+            self._models.wait(str(event.model), now, event.tenant)
         except InvalidRequest:
             self._count("refused: too large")
             assert model.size + others > self.world.memory, f"{event.id} is refused, but its model fits"
@@ -660,7 +688,7 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         assert model.size + others <= self.world.memory, f"{event.id} waits for a model that never fits"
         assert now >= model.blocked_until, f"{event.id} waits for a model whose load has just failed"
         self.requests[event.id] = event.model
-        model.waiting.add(event.id)
+        model.waiting[event.id] = event.tenant
         model.note_wait(now)
 
     def _leave(self, name: str) -> None:
@@ -670,14 +698,14 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         model = self.book.models[number]
         if name in model.waiting:
             self._count("left while waiting")
-            model.waiting.remove(name)
+            tenant = model.waiting.pop(name)
             model.note_wait(self.book.now)
-            self._models.stop_waiting(str(number), self.book.now)
+            self._models.stop_waiting(str(number), self.book.now, tenant)
             return
         lease = self._leases.pop(name)
         if name in model.running:
             self._count("served")
-            model.running.remove(name)
+            del model.running[name]
             model.used_at = self.book.now
         # A crash has returned the lease already.
         self._models.release(lease, self.book.now)
@@ -747,7 +775,7 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
                 self.book.change(model, UNLOADED)
                 if not was_unloading:
                     self._note_failure(event.model, model, seconds_min=0.0 if is_steady else RETRY_SECONDS_MIN)
-                    self._lost += [(event.model, request) for request in sorted(model.running)]
+                    self._lost += [(event.model, *request) for request in sorted(model.running.items())]
                     model.running.clear()
         elif isinstance(event, LoadNow):
             self._load_now(event.model, model)
@@ -777,11 +805,11 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
     def _wait_again(self) -> None:
         """Let the requests that ran at a crashed model wait for its next load. They note the crash one event later."""
         lost, self._lost = self._lost, []
-        for number, name in lost:
+        for number, name, tenant in lost:
             model, now = self.book.models[number], self.book.now
             self._models.release(self._leases.pop(name), now)
-            self._models.wait(str(number), now, is_new=False)
-            model.waiting.add(name)
+            self._models.wait(str(number), now, tenant, is_new=False)
+            model.waiting[name] = tenant
             model.note_wait(now)
 
     def _load_now(self, number: int, model: ModelRecord) -> None:
@@ -813,13 +841,12 @@ class ModelsSimulation(EventSimulation[ModelsWorld]):
         orders: list[ModelOrder | ModelResize] = []
         while True:
             for number, model in enumerate(self.book.models):
-                for name in sorted(model.waiting):
-                    lease = self._models.lease(str(number), self.book.now)
+                for name, tenant in sorted(model.waiting.items()):
+                    lease = self._models.lease(str(number), self.book.now, tenant)
                     assert (lease is not None) == (model.state is LOADED), f"{number} is {model.state.value}: {lease}"
                     if lease is not None:
-                        model.waiting.remove(name)
+                        model.running[name] = model.waiting.pop(name)
                         model.note_wait(self.book.now)
-                        model.running.add(name)
                         self._leases[name] = lease
                         self._count("leases")
             decided = self._models.decide(self.book.now)
@@ -889,6 +916,8 @@ class ModelsGenerator:
         self._stall_rng = Random(f"stalls of {self.world!r}")
         if self._stall_rng.random() < STALLING_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, stall=self._stall_rng.choice((2.0, 10.0, 30.0)))
+        self._tenant_rng = Random(f"tenants of {self.world!r}")
+        self._tenants = TENANTS if self._tenant_rng.random() < TENANTS_WORLDS_SHARE else ("",)
         self._arrivals = 0
         self._favourites = [rng.randrange(count) for _ in range(2)]
 
@@ -918,14 +947,12 @@ class ModelsGenerator:
                 idle = [number for number, model in enumerate(book.models) if model.can_sleep]
                 asleep = [number for number, model in enumerate(book.models) if model.state is SLEEPING]
                 if asleep and self._cache_rng.random() < 0.5:
-                    self._arrivals += 1
-                    return Arrive(id=f"r{self._arrivals}", model=self._cache_rng.choice(asleep))
+                    return self._arrival(self._cache_rng.choice(asleep))
                 return SleepNow(model=self._cache_rng.choice(idle or range(len(book.models))))
         kind = rng.random()
         if kind < 0.3:
-            self._arrivals += 1
             numbers = self._favourites if rng.random() < 0.4 else range(len(book.models))
-            return Arrive(id=f"r{self._arrivals}", model=rng.choice(numbers))
+            return self._arrival(rng.choice(numbers))
         if kind < 0.5 and simulation.requests:
             return Leave(id=rng.choice(list(simulation.requests)))
         if kind < 0.75:
@@ -938,3 +965,7 @@ class ModelsGenerator:
             return Loaded(model=number) if rng.random() < 0.85 else LoadFails(model=number)
         number = rng.randrange(len(book.models))
         return rng.choice((Crash(model=number), LoadNow(model=number), UnloadNow(model=number)))
+
+    def _arrival(self, model: int) -> Arrive:
+        self._arrivals += 1
+        return Arrive(id=f"r{self._arrivals}", model=model, tenant=self._tenant_rng.choice(self._tenants))
