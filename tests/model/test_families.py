@@ -140,6 +140,21 @@ def test_gguf_file_and_directory_give_the_same_model(
     check_same_model(path, tiny_checkpoint(kind), tensors_of, has_scale=not kind.startswith("gemma"))
 
 
+def test_gguf_file_and_directory_of_mimo_give_the_same_model(
+    tiny_checkpoints: ModuleType,
+    tiny_checkpoint: Callable[..., Path],
+    tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    """llama.cpp rotates an equal part of all heads."""
+    directory, path = shutil.copytree(tiny_checkpoint("mimo-v2-flash"), tmp_path / "model"), tmp_path / "model.gguf"
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = 0.5
+    (directory / "config.json").write_text(json.dumps(config))
+    tiny_checkpoints.write_family_gguf(directory, path)
+    check_same_model(path, directory, tensors_of)
+
+
 def test_layers_with_an_indexer_are_found_by_their_tensors_in_an_older_gguf_file(
     tiny_checkpoints: ModuleType,
     tiny_checkpoint: Callable[..., Path],

@@ -1621,7 +1621,7 @@ _GPT2_FIELDS = {
     "n_positions": "max_position_embeddings",
     "layer_norm_epsilon": "layer_norm_eps",
 }
-_ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+_ROUTED_BY_SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "mimo_v2_flash")
 _HYBRIDS = ("granitemoehybrid", "jamba", "lfm2", "lfm2_moe")
 _PERMUTED_BY_THE_CONVERTER = (
     "granite",
@@ -1662,6 +1662,7 @@ _ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm_moe_dsa": "glm-dsa",
+    "mimo_v2_flash": "mimo2",
     "llama4_text": "llama4",
 }
 
@@ -1717,6 +1718,9 @@ def write_family_gguf(
     writer = gguf.GGUFWriter(path, architecture)
     if has_latent_halves:
         config["num_key_value_heads"] = 1
+    if model_type == "mimo_v2_flash":
+        _add_mimo_metadata(writer, config, further)
+        config |= {"num_key_value_heads": None, "sliding_window": config["sliding_window"] - 1}
     if further:
         writer.add_nextn_predict_layers(further)
     if "intermediate_size_mlp" in config:
@@ -1770,7 +1774,7 @@ def write_family_gguf(
         _add_latent_metadata(writer, config, has_latent_halves)
     elif model_type != "phi3":  # for phi3 the converter only writes the rotated dimensions
         writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+        writer.add_value_length(config.get("v_head_dim", head_dim))
     rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10_000.0}
     whole = rope.get("full_attention", rope)
     if model_type == "hunyuan_v1_dense":  # The converter multiplies the base.
@@ -1820,6 +1824,7 @@ def write_family_gguf(
             values = _permute_for_adjacent_pairs(values, config[heads])
         if model_type == "bloom":
             name = name.removeprefix("transformer.")
+        name = name.replace("attention_sink_bias", "attention_sink_bias.weight")
         parts = {name.replace("e_score_correction_bias", "e_score_correction.bias"): values}
         if "moe_statics" in name:
             parts = {part: bias.squeeze(0) for part, bias in parts.items()}
@@ -1838,6 +1843,15 @@ def write_family_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_mimo_metadata(writer: Any, config: dict[str, Any], further: int) -> None:
+    """Add the converter's metadata. Its lists also have entries for prediction layers, which have a window."""
+    slides = [int(kind == "sliding_attention") for kind in config["layer_types"]] + [1] * further
+    heads = config["num_key_value_heads"], 2 * config["num_key_value_heads"]  # as in transformers
+    writer.add_head_count_kv([heads[at] for at in slides])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
 
 
 def _add_nemotron_h_metadata(writer: Any, config: dict[str, Any]) -> None:

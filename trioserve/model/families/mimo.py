@@ -5,7 +5,7 @@ Values are smaller than keys. All layers but the first have mixtures of experts 
 
 from __future__ import annotations
 
-from trioserve.model.families.family import Family, Naming
+from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, LayerConfig, MlpConfig, RotaryConfig
 from trioserve.model.model_config import ModelConfig, RowFactors
@@ -108,4 +108,5 @@ MIMO_V2_FLASH = Family(
     defaults={"rms_norm_eps": 1e-5},
     describe=_describe,
     transformers=Naming(modules={"sinks.weight": "self_attn.attention_sink_bias"}),
+    gguf=GgufNaming(architecture="mimo2"),
 )

@@ -271,6 +271,8 @@ _KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "sliding_window": "attention.sliding_window",
+    "sliding_window_size": "attention.sliding_window",
+    "attention_value_scale": "attention.value_scale",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "attention_multiplier": "attention.scale",
@@ -376,6 +378,45 @@ def streams_values(fields: Fields, architecture: str | None, tensors: Mapping[st
     return values | {field: tensors[name].shape[0] for field, name in shapes.items() if name in tensors}
 
 
+def mimo_values(fields: Fields, architecture: str | None, tensors: Mapping[str, GgufTensor]) -> dict[str, object]:
+    """Return fields of MiMo-V2-Flash, whose layers with a sliding window have other KV heads.
+
+    Args:
+        fields: metadata of the file.
+        architecture: architecture of the file. The result is empty if it is not mimo2.
+        tensors: tensors by name.
+
+    Raises:
+        ModelLoadError: a key has a wrong type, or its list is too short.
+    """
+    if architecture != "mimo2":
+        return {}
+    count = fields.whole("mimo2.block_count") - fields.whole_or("mimo2.nextn_predict_layers", 0)
+    key = "mimo2.attention.sliding_window_pattern"
+    slides = [bool(each) for each in fields.flags_or(key, None) or fields.wholes(key)][:count]
+    heads = fields.wholes("mimo2.attention.head_count_kv")[:count]
+    if len(slides) != count or len(heads) != count:
+        raise fields.wrong(key if len(slides) != count else "mimo2.attention.head_count_kv", f"{count} entries")
+    heads_of, sinks_of = dict(zip(slides, heads, strict=True)), dict.fromkeys((False, True), False)
+    for index, is_windowed in enumerate(slides):
+        sinks_of[is_windowed] |= f"blk.{index}.attn_sinks.weight" in tensors
+        if heads[index] != heads_of[is_windowed]:
+            raise fields.wrong("mimo2.attention.head_count_kv", "one number for each kind of layer")
+    values: dict[str, object] = {
+        "mimo2.attention.head_count_kv": heads_of.get(False, heads[0]),
+        "swa_num_key_value_heads": heads_of.get(True, heads[0]),
+        "v_head_dim": fields.whole("mimo2.attention.value_length"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "add_full_attention_sink_bias": sinks_of[False],
+        "add_swa_attention_sink_bias": sinks_of[True],
+        "moe_layer_freq": [int(f"blk.{index}.ffn_gate_inp.weight" in tensors) for index in range(count)],
+        "norm_topk_prob": fields.flag_or("mimo2.expert_weights_norm", True),
+    }
+    thetas = {"rope_theta": "rope.freq_base", "swa_rope_theta": "rope.freq_base_swa"}
+    found = {name: fields.number_or(f"mimo2.{key}", None) for name, key in thetas.items()}
+    return values | {name: theta for name, theta in found.items() if theta is not None}
+
+
 def model_config_from(file: GgufFile, context_tokens: int | None = None) -> ModelConfig:
     """Create a model's description. Sizes come from metadata, biases and tied matrices from the list of tensors.
 
@@ -401,6 +442,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     hybrid = hybrid_values(raw, name, raw.whole(f"{name}.embedding_length"), file.tensors)
     hybrid |= streams_values(raw, name, file.tensors)
     hybrid |= nemotron_h_values(raw, name, file.tensors)
+    hybrid |= mimo_values(raw, name, file.tensors)
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if f"{name}.{key}" not in hybrid:
             values[f"{name}.{key}"] = _same_for_all_layers(raw, f"{name}.{key}")
@@ -450,10 +492,11 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
         values |= {"new_decoder_architecture": True, "num_ln_in_parallel_attn": norm_count}
         values["bias"] = values["attention_bias"]
     pattern_key = f"{name}.attention.sliding_window_pattern"
-    if (pattern := raw.flags_or(pattern_key, None)) is not None:
-        values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    elif pattern_key in raw:
-        values["sliding_window_pattern"] = file.metadata[pattern_key]
+    if pattern_key in raw and "layer_types" not in values:
+        if (pattern := raw.flags_or(pattern_key, None)) is None:
+            values["sliding_window_pattern"] = file.metadata[pattern_key]
+        else:
+            values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     fields = ModelFields(
         values,
         SOURCE,
@@ -540,7 +583,7 @@ def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int
     head_dim = fields.whole_or(f"{architecture}.attention.key_length", default)
     rotated = fields.whole_or(f"{architecture}.rope.dimension_count", None)
     value_length = fields.whole_or(f"{architecture}.attention.value_length", head_dim)
-    if value_length != head_dim:
+    if value_length != head_dim and architecture != "mimo2":
         raise ModelLoadError(
             f"the model's keys have {head_dim} dimensions and its values {value_length}; supported are equal ones"
         )
