@@ -28,6 +28,7 @@ from trioserve.options.option import checked, options_of
 from trioserve.router.hosted_models import ModelSpec
 from trioserve.router.settings import HostedModelsSettings
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interpreter import return_memory
 from trioserve.trio_tools.own_run import check_is_in_trio, opened_once
 
 __all__ = [
@@ -300,4 +301,5 @@ async def _run_engine(
                     await stopping.wait()
     except TrioserveError as error:
         return str(error)
+    await return_memory()
     return "it was closed"

@@ -6,8 +6,9 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.admission.model_runs import ModelRuns
-from trioserve.contracts.errors import NoEndpoint
+from trioserve.admission.model_runs import ModelFollower, ModelRuns
+from trioserve.contracts.errors import InvalidRequest, NoEndpoint
+from trioserve.contracts.tracing import Span, Tracer
 from trioserve.router.hosted_models import ModelSpec
 from trioserve.router.settings import HostedModelsSettings
 
@@ -93,6 +94,7 @@ async def test_load_that_hangs_is_stopped_and_reaches_all_tasks_that_wait(autoju
         return "it was stopped"
 
     models = ModelRuns(HostedModelsSettings(memory_bytes=1, stall_seconds=30), [ModelSpec(name="a", bytes=1)], hang)
+    models.tracer = tracer = ModelTracer()
     refused: list[float] = []
 
     async def wait() -> None:
@@ -114,6 +116,7 @@ async def test_load_that_hangs_is_stopped_and_reaches_all_tasks_that_wait(autoju
         ended.set()
         await wait_all_tasks_blocked()
         assert (models.held_bytes, models.failures_total["a"], models.status("a").state) == (0, 1, "unloaded")
+        assert [span[::3] for span in tracer.spans] == [["load a", "model_load_failed"], ["unload a", None]]
         nursery.cancel_scope.cancel()
 
 
@@ -137,3 +140,86 @@ async def test_failed_load_reaches_all_tasks_that_wait(autojump_clock):
         assert failures == 3
         assert (models.held_bytes, models.status("a").waiting) == (0, 0)
         nursery.cancel_scope.cancel()
+
+
+class ModelTracer(Tracer):
+    """Records the spans of models.
+
+    Attributes:
+        spans: name, reason, waiting requests and error of each span. The error is "open" until the span ends.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[list[object]] = []
+
+    def begin(self, name, *, attributes, **others):
+        assert attributes["gen_ai.request.model"] == name.rpartition(" ")[2]
+        record = [name, attributes["trioserve.reason"], attributes["trioserve.model.waiting_requests"], "open"]
+        self.spans.append(record)
+
+        class OpenSpan(Span):
+            def end(self, error=None):
+                if record[3] == "open":
+                    record[3] = error
+
+        return OpenSpan()
+
+
+async def test_each_change_of_a_model_has_a_span_that_ends_with_the_change(autojump_clock):
+    tracer = ModelTracer()
+
+    async def load_only_a(name, *, on_loaded, on_progress, stopping):
+        await trio.sleep(3)
+        return await (load if name == "a" else fail)(
+            name, on_loaded=on_loaded, on_progress=on_progress, stopping=stopping
+        )
+
+    settings = HostedModelsSettings(memory_bytes=1, turn_seconds=10)
+    models = ModelRuns(settings, [ModelSpec(name=name, bytes=1) for name in "ab"], load_only_a)
+    models.tracer = tracer
+
+    async def wait_for_b() -> None:
+        with pytest.raises(NoEndpoint):
+            async with models.leased("b"):
+                pass
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(models.run)
+        with trio.move_on_after(1):
+            async with models.leased("a"):
+                raise AssertionError("a is not loaded yet")
+        await trio.sleep(10)
+        async with models.leased("a"):
+            nursery.start_soon(wait_for_b)
+            await trio.sleep(15)
+            assert tracer.spans[-1][::3] == ["drain a", "open"]
+        await trio.sleep(10)
+        nursery.cancel_scope.cancel()
+    assert tracer.spans == [
+        ["load a", "requests wait for it", 1, None],
+        ["unload a", "no request waits for it any more", 0, None],
+        ["load a", "requests wait for it", 1, None],
+        ["drain a", "b needs its memory", 0, None],
+        ["unload a", "its last request has ended", 0, None],
+        ["load b", "requests wait for it", 1, "model_load_failed"],
+    ]
+
+
+async def test_span_of_a_failed_sleep_ends_with_an_error(autojump_clock):
+    class Follower(ModelFollower[str]):
+        async def set_asleep(self, loaded, asleep):
+            await trio.sleep(2)
+            raise InvalidRequest("its cache is in use")
+
+    tracer = ModelTracer()
+    spec = ModelSpec(name="a", bytes=2, kv_blocks=2, kv_blocks_min=1, kv_block_bytes=1)
+    models = ModelRuns(HostedModelsSettings(memory_bytes=2), [spec], load)
+    models.tracer, models.follower = tracer, Follower()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(models.run)
+        async with models.leased("a"):
+            pass
+        models.sleep("a")
+        await trio.sleep(5)
+        nursery.cancel_scope.cancel()
+    assert [span[::3] for span in tracer.spans] == [["load a", None], ["sleep a", "model_sleep_failed"]]

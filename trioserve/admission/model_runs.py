@@ -18,6 +18,7 @@ import msgspec
 import trio
 
 from trioserve.contracts.errors import InvalidRequest, NoEndpoint, TrioserveError
+from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Tracer
 from trioserve.router.hosted_models import (
     HostedModel,
     HostedModels,
@@ -37,6 +38,15 @@ logger = logging.getLogger(__name__)
 
 WAITING_STATES = (ModelState.UNLOADED, ModelState.SLEEPING)
 """States in which a model waits for memory if requests wait for the model."""
+
+SPAN_NAMES = {
+    ModelState.LOADING: "load",
+    ModelState.DRAINING: "drain",
+    ModelState.UNLOADING: "unload",
+    ModelState.SLEEPING: "sleep",
+    ModelState.WAKING: "wake_up",
+}
+"""Names of trace spans, by the state in which a model is during the span."""
 
 LoadedT = TypeVar("LoadedT")
 LoadedT_co = TypeVar("LoadedT_co", covariant=True)
@@ -181,6 +191,7 @@ class _Run(Generic[LoadedT]):
         self.resizing = trio.Lock()
         self.progress: tuple[str | None, float | None] = None, None
         self.progress_at = -math.inf
+        self.span = NO_SPAN
         self._clock = trio.lowlevel.current_clock()
 
     def note_progress(self, activity: str, share: float | None) -> None:
@@ -202,6 +213,7 @@ class ModelRuns(Generic[LoadedT]):
     Attributes:
         names: names of the models.
         follower: follows and changes the models. Set it before `run`.
+        tracer: records a span for each load, drain, unload, sleep and wake-up. Set it before `run`.
         on_adapter: called with a model, an adapter and its path, which the model has at each load from now on. Called
             with None when the adapter is removed.
         loads_total: finished loads, by model.
@@ -217,6 +229,7 @@ class ModelRuns(Generic[LoadedT]):
         self.failures_total: Counter[str] = Counter()
         self.unloads_total: Counter[str] = Counter()
         self.follower = ModelFollower[LoadedT]()
+        self.tracer: Tracer = NO_TRACER
         self.on_adapter: Callable[[str, str, str | None], None] = lambda name, adapter, path: None
         self._run_model = run_model
         self._models = HostedModels(settings, specs)
@@ -512,20 +525,40 @@ class ModelRuns(Generic[LoadedT]):
         logger.info("model %s model=%s reason=%s", state.value, name, order.reason)
         if state is ModelState.LOADING:
             run = self._runs[name] = _Run(name)
+            self._begin_span(run, order)
             assert self._nursery is not None, "orders are followed only inside of run"
             self._nursery.start_soon(self._run, run)
             return
         run = self._runs[name]
+        is_unloading = state is ModelState.UNLOADING
+        has_hung = is_unloading and run.loaded is None and trio.current_time() < self._models[name].retry_at
+        if has_hung:
+            run.span.end("model_load_failed")
+        self._begin_span(run, order)
         if run.loaded is not None:
             self.follower.model_changed(state, run.loaded)
-        if state is ModelState.UNLOADING:
+        if is_unloading:
             run.stopping.set()
-            if run.loaded is None and trio.current_time() < self._models[name].retry_at:  # Its load hung.
+            if has_hung:
                 self.failures_total[name] += 1
                 self._refuse_waiting(name)
         elif state in (ModelState.SLEEPING, ModelState.WAKING):
             assert self._nursery is not None, "orders are followed only inside of run"
             self._nursery.start_soon(self._set_asleep, run, state is ModelState.SLEEPING)
+
+    def _begin_span(self, run: _Run[LoadedT], order: ModelOrder) -> None:
+        """Begin the span of an order. The span of the order before ends: its work is done, or has been cancelled."""
+        run.span.end()
+        if order.state not in SPAN_NAMES:
+            return
+        run.span = self.tracer.begin(
+            f"{SPAN_NAMES[order.state]} {run.name}",
+            attributes={
+                "gen_ai.request.model": run.name,
+                "trioserve.reason": order.reason,
+                "trioserve.model.waiting_requests": self._models[run.name].waiting.total(),
+            },
+        )
 
     async def _run(self, run: _Run[LoadedT]) -> None:
         """Run a model from the start of its load to its end."""
@@ -535,6 +568,7 @@ class ModelRuns(Generic[LoadedT]):
             if self._models[name].state is not ModelState.LOADING:
                 return  # The load was cancelled in the meantime.
             run.loaded = loaded
+            run.span.end()
             self._models.on_loaded(name, trio.current_time())
             self._reasons[name] = "it was loaded"
             self.loads_total[name] += 1
@@ -545,6 +579,7 @@ class ModelRuns(Generic[LoadedT]):
         ended = await self._run_model(name, on_loaded=note_loaded, on_progress=run.note_progress, stopping=run.stopping)
         state, now = self._models[name].state, trio.current_time()
         del self._runs[name]
+        run.span.end(None if state is ModelState.UNLOADING else f"model_{SPAN_NAMES.get(state, 'run')}_failed")
         if state is ModelState.UNLOADING:
             self.unloads_total[name] += 1
             self._models.on_unloaded(name, now)
@@ -600,6 +635,7 @@ class ModelRuns(Generic[LoadedT]):
                 error = raised
         if self._runs.get(name) is not run:
             return
+        run.span.end(None if error is None else f"model_{'sleep' if asleep else 'wake_up'}_failed")
         if error is not None:
             logger.warning("model cannot %s model=%s reason=%s", "sleep" if asleep else "wake up", name, error)
         if asleep:

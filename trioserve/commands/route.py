@@ -346,11 +346,13 @@ class Routing:
         Args:
             naming: hashes the KV blocks of prompts. None: the policy needs no hashes. See the method `naming`.
             more_metrics: returns metrics text that follows the router's own metrics.
-            tracer: records spans of requests.
+            tracer: records spans of requests, and of loads of models.
             store: keeps files and batches. None: an endpoint keeps them.
             batch_settings: limits of batches, if there is a store.
         """
         config = self._config
+        if self.models is not None:
+            self.models.tracer = tracer
         return RouterApp(
             self.fleet,
             self.metrics,
