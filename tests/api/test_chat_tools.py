@@ -137,6 +137,20 @@ async def test_tool_call_is_text_in_a_request_without_tools(make_api: Any, field
         assert "tool_calls" not in choice["message"]
 
 
+async def test_strict_tools_demand_nothing_if_the_tool_choice_is_none(make_api: Any) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    strict["function"]["parameters"] = {**WEATHER["function"]["parameters"], "additionalProperties": False}
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    answer = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    async with opened(make_api, CALL) as (api, _):
+        fields = {"tools": [strict], "tool_choice": "none", "max_tokens": 400}
+        choice = (await ask(api, **fields)).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+        choice = (await ask(api, **fields, response_format=answer)).json()["choices"][0]
+        assert choice["message"]["content"].startswith("{")
+        assert "tool_calls" not in choice["message"]
+
+
 async def test_each_choice_has_its_own_tool_calls(make_api: Any) -> None:
     async with opened(make_api, CALL) as (api, _):
         choices = (await ask(api, n=3)).json()["choices"]

@@ -417,6 +417,7 @@ class RequestContext(EngineContext):
         resume: Resume | None = None,
         resumable: bool = False,
         keep_logprobs: bool = False,
+        tool_choice: Literal["none"] | None = None,
         shape: ResponseShape = PLAIN,
     ) -> RequestStream:
         """Make an engine request in this caller's name. The caller of this method must enter the request with `async
@@ -432,6 +433,8 @@ class RequestContext(EngineContext):
             resume: known tokens of a response that continues here. None: a new response.
             resumable: True: the response may continue at another server.
             keep_logprobs: True: a partial result includes log probabilities.
+            tool_choice: "none": the tools of the prompt restrict nothing, and a call is text. None: `sampling` contains
+                what the tools demand.
             shape: properties of the response that make it larger.
 
         Raises:
@@ -465,6 +468,7 @@ class RequestContext(EngineContext):
             resume=resume,
             resumable=resumable,
             keep_logprobs=keep_logprobs,
+            tool_choice=tool_choice,
             adapter=self.adapter,
             session=self.session or named,
             part_of=self.span,

@@ -396,8 +396,14 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
     Raises:
         InvalidRequest: The request cannot be served.
     """
+    forbids_calls = request.tool_choice.mode is ToolMode.NONE and request.plain_prompt is None and bool(request.tools)
     generate = functools.partial(
-        context.generate, body=request, deadlines=request.deadlines, cut=request.cut, shape=request.shape
+        context.generate,
+        body=request,
+        deadlines=request.deadlines,
+        cut=request.cut,
+        tool_choice="none" if forbids_calls else None,
+        shape=request.shape,
     )
     if resumption is None or not resumption.is_on:
         return ChatTurn(
