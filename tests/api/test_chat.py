@@ -281,9 +281,10 @@ async def test_messages_reach_the_template_unchanged(api: Any) -> None:
     assert (prompt.add_generation_prompt, prompt.continue_final_message) == (True, False)
 
 
-async def test_tools_are_not_in_the_prompt_if_none_may_be_called(api: Any) -> None:
-    await api.chat(tools=[{"type": "function", "function": {"name": "weather"}}], tool_choice="none")
-    assert api.engine.streams[0].prompt.tools is None
+async def test_tools_stay_in_the_prompt_if_none_may_be_called(api: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    await api.chat(tools=tools, tool_choice="none")
+    assert api.engine.streams[0].prompt.tools == tools
 
 
 async def test_the_last_message_can_be_continued_and_echoed(api: Any) -> None:

@@ -185,7 +185,7 @@ def test_reasoning_reaches_the_template(reasoning: Reasoning, told: dict[str, An
     assert request.prompt().template_arguments == told
 
 
-def test_only_tools_that_may_be_called_are_in_the_prompt() -> None:
+def test_prompt_has_the_allowed_tools_also_of_a_turn_without_calls() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
 
     def shown(choice: ToolChoice) -> list[str]:
@@ -193,5 +193,5 @@ def test_only_tools_that_may_be_called_are_in_the_prompt() -> None:
         return [tool["function"]["name"] for tool in request.prompt().tools or []]
 
     assert shown(ToolChoice()) == ["a", "b"]
-    assert shown(ToolChoice(mode=ToolMode.NONE)) == []
+    assert shown(ToolChoice(mode=ToolMode.NONE)) == ["a", "b"]
     assert shown(ToolChoice(mode=ToolMode.REQUIRED, allowed=("b",))) == ["b"]

@@ -733,7 +733,8 @@ class HostedModels:
                     model.kv_blocks = count  # The memory belongs to the model from the order on.
                     orders.append(self._resize(model, count, now, "memory is free"))
         loading_count = sum(model.state is LOADING for model in self)
-        for model in wanted:
+        while wanted:
+            model, *wanted = wanted
             if self.rivals(model):
                 continue  # The memory of the rival becomes free first.
             lacking_bytes = self.held_bytes + model.wake_bytes - self._settings.memory_bytes
@@ -745,11 +746,13 @@ class HostedModels:
                     # From now on, `bytes` includes the memory of the awake model.
                     model.kv_blocks = model.wanted_blocks = model.awake_blocks
                     orders.append(self._order(model, WAKING, now, "requests wait for it"))
-                continue
-            if loading_count == self._settings.loads_max:
+            elif loading_count == self._settings.loads_max:
                 break
-            loading_count += 1
-            orders.append(self._order(model, LOADING, now, "requests wait for it"))
+            else:
+                loading_count += 1
+                orders.append(self._order(model, LOADING, now, "requests wait for it"))
+            # The turn of a tenant may have changed the order of the rest.
+            wanted = [each for each in self._wanted(now) if each in wanted]
         return orders
 
     def next_at(self, now: float) -> float:

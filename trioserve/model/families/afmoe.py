@@ -218,6 +218,8 @@ def _rotary_of_step35(fields: ModelFields, layer_type: str, index: int) -> Rotar
     """Read the rotary embedding of a layer type, whose first layer has this index in the authors' lists."""
     head_dim, by_type = fields.head_dim(), fields.group_or_none("rope_parameters")
     rope = None if by_type is None else by_type.group_or_none(layer_type)
+    if by_type is not None and rope is None:
+        raise by_type.wrong(layer_type, "an object with the rope_theta of these layers")
     thetas = fields.numbers("rope_theta") if fields.is_list("rope_theta") else (10_000.0,) * (index + 1)
     parts = fields.numbers("partial_rotary_factors") if "partial_rotary_factors" in fields else (1.0,) * (index + 1)
     if len(thetas) <= index or len(parts) <= index:
