@@ -70,6 +70,12 @@ class Rollout:
         known = () if self.resume is None else self.resume.token_ids[index]
         return known + (self.given[index].token_ids if index in self.given else ())
 
+    def is_finished(self, index: int) -> bool:
+        """Return whether a choice is whole. A request that ends while its prompt is tokenized gives nothing."""
+        if index in self.given:
+            return self.given[index].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return self.resume is not None and self.resume.finished[index]
+
     def logprobs(self, index: int) -> tuple[TokenLogprob, ...]:
         known = () if self.resume is None or self.resume.logprobs is None else self.resume.logprobs[index]
         return known + ((self.given[index].logprobs or ()) if index in self.given else ())
@@ -349,7 +355,7 @@ async def roll_out(
             partials += fake.abort_with_partial(name)[name].partials
             await trio.sleep_forever()
         assert rollout.error is None
-        if all(delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for delta in rollout.given.values()):
+        if len(rollout.given) == sampling.n and all(map(rollout.is_finished, rollout.given)):
             return rollout
         for partial in partials:
             check_given(partial, rollout)
@@ -357,10 +363,7 @@ async def roll_out(
         if not partials:  # A deadline or a pause came first, and the reader uses the output that it has received.
             state = Resume(
                 token_ids=tuple(rollout.tokens(index) for index in range(sampling.n)),
-                finished=tuple(
-                    rollout.given[index].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-                    for index in range(sampling.n)
-                ),
+                finished=tuple(map(rollout.is_finished, range(sampling.n))),
                 seed=sampling.seed,
                 logprobs=None if sampling.logprobs is None else tuple(map(rollout.logprobs, range(sampling.n))),
             )
