@@ -15,7 +15,7 @@ from .scripted_server import FILES, ScriptedServer, scripted_request, scripted_s
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 pytestmark = pytest.mark.slow
 
-FILES_BYTES_MAX = 105_000
+FILES_BYTES_MAX = 100_000
 THEMES = ("light", "dark")
 TEXTS = ("ink", "muted", "accent", "good", "bad", "warn")
 SHAPES = (*(f"owner-{number}" for number in range(8)), "edge", "other")

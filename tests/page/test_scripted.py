@@ -46,7 +46,7 @@ def test_keyboard_moves_between_blocks_and_the_page_describes_each_block(
         "Block 0: shared by 2: r-a, r-b",
         "Block 3: used by r-a",
         "Block 6: used by r-b",
-        "Block 10: cached, nobody uses it",
+        "Block 10: cached, not in use",
     ]
     assert said[4].startswith("Block 20: held for r-c, for ")
     assert said[5] == "Block 24: free"

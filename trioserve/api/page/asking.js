@@ -1,4 +1,4 @@
-/** How a page asks its server: with the key, for one response or a stream of events. */
+/** Sends requests with the API key, for one response or a stream of events. */
 
 /** The API key, in this tab's memory and nowhere else. */
 class Key {
@@ -11,7 +11,7 @@ class Key {
 		return fetch(path, { ...options, headers: this.#value ? { ...headers, Authorization: `Bearer ${this.#value}` } : headers });
 	}
 
-	/** The response to what has to come to pass. Throws an Error with the reason why it does not. */
+	/** Returns the response, or throws an Error with the reason if the request fails. */
 	async ask(path, options) {
 		const response = await this.fetch(path, options).catch(() => { throw new Error("no connection"); });
 		if (!response.ok) throw new Error(await errorOf(response));
@@ -24,7 +24,7 @@ export const key = new Key();
 /** "a/b c" as a part of a path: slashes stay. */
 export const pathOf = (name) => name.split("/").map(encodeURIComponent).join("/");
 
-/** The message of a response that is an error, in OpenAI's shape or another. */
+/** Returns the message of an error response. */
 export async function errorOf(response) {
 	try {
 		const { error } = await response.json();
@@ -34,7 +34,7 @@ export async function errorOf(response) {
 	}
 }
 
-/** The events of a response as they come, [name, data] each; an empty list for a comment. */
+/** Yields the events of a response as [name, data], and an empty list for a comment. */
 export async function* eventsOf(response) {
 	const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
 	let rest = "";

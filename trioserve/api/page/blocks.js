@@ -1,4 +1,4 @@
-/** The map of KV blocks: a cell for each, painted when it changes. Who uses which block is put together here. */
+/** The map of KV blocks: paints a cell for each block when the block changes, and finds its owners. */
 
 import { feed } from "./feed.js";
 import { count, duration, find, many, on, percent, prefersStill, show, swatch, Terms, title, write } from "./words.js";
@@ -10,12 +10,12 @@ const HEIGHT_MAX = 440; // CSS pixels, unless cells would be too small to be see
 const CELL_MIN = 2, CELL_MAX = 16;
 const MARKS_MIN = 5; // device pixels of a cell from which on states have a shape, too
 const FLASH_SECONDS = 1.4;
-// A byte says how a cell looks: state in 3 bits, owner (0: none, else colour + 1) in 4 bits, and whether it is shared.
+// The look of a cell in a byte: state in 3 bits, colour + 1 of the owner or 0 in 4 bits, and SHARED.
 const OWNER_SHIFT = 3, STATE_MASK = 7, SHARED = 128;
 
 const isTaken = (state) => state === USED || state === HELD;
 
-/** Which live request has which block and colour. Blocks may have several owners: a shared prefix. */
+/** Blocks and colours of live requests. A block of a shared prefix has several owners. */
 class Owners {
 	#colours = new Map();
 	#uses = new Array(COLOURS).fill(0);
@@ -29,7 +29,7 @@ class Owners {
 		this.#ranges.clear();
 	}
 
-	/** The colour of a request, its own as long as there are as many colours as requests. */
+	/** Returns a request's colour. Requests share colours if there are too few. */
 	colour(name) {
 		let colour = this.#colours.get(name);
 		if (colour === undefined) {
@@ -100,14 +100,14 @@ let frame = 0;
 /** listener: called with the name of a request, or null. */
 export function whenChosen(listener) { onChoose = listener; }
 
-/** Which request stands out; null: none. */
+/** Highlights a request, or none (null). */
 export function choose(name) {
 	if (chosen === name) return;
 	chosen = name;
 	mark();
 }
 
-/** For a new snapshot, another width or other colours: everything is painted anew. */
+/** Paints all cells again, after a new snapshot, width or colour scheme. */
 export function layOut() {
 	const { state } = feed;
 	const total = state?.cells.length ?? 0;
@@ -189,7 +189,7 @@ function paintCell(context, block, look) {
 	}
 }
 
-// --- marks above the cells: what is pointed at, chosen, or has just come free ---
+// --- marks on cells: pointed at, chosen, or just freed ---
 
 function mark() {
 	if (!frame) frame = requestAnimationFrame(() => { frame = 0; paintMarks(); });
@@ -255,10 +255,9 @@ function describe(block) {
 	const kind = state.cells[block], names = owners.of(block);
 	const ids = names.map((name) => state.requests[name]?.id ?? name);
 	const head = `Block ${count(block)}: `;
-	if (kind === FREE) return `${head}free`;
 	if (kind === RETIRED) return `${head}retired, its memory is released`;
-	if (kind === CACHED) return `${head}cached, nobody uses it`;
-	if (!ids.length) return `${head}${STATES[kind]}`;
+	if (kind === CACHED) return `${head}cached, not in use`;
+	if (kind === FREE || !ids.length) return `${head}${STATES[kind]}`;
 	if (kind === USED) {
 		const shown = ids.slice(0, 4).join(", ") + (ids.length > 4 ? ` and ${ids.length - 4} more` : "");
 		return ids.length > 1 ? `${head}shared by ${ids.length}: ${shown}` : `${head}used by ${shown}`;
@@ -299,7 +298,7 @@ function onKey(event) {
 	event.preventDefault();
 }
 
-/** Where, from a block on, one of another kind or request comes. */
+/** Finds the next block of another state or request. */
 function border(at, step) {
 	const look = drawn[at];
 	let block = at;
@@ -318,7 +317,7 @@ function move(block) {
 
 const legend = new Terms(find("legend"));
 
-/** How many blocks the pool has now, without retired blocks. */
+/** Blocks of the pool without retired ones. */
 export const blockTotal = ({ server, stats }) => (server.block_count ?? 0) - (stats.blocks_retired ?? 0);
 
 function tell() {
@@ -328,7 +327,7 @@ function tell() {
 	for (const users of owners.counts) if (users > 1) shared += 1;
 	const figures = STATES.map((name) => stats[`blocks_${name}`] ?? 0);
 	STATES.forEach((name, state) => {
-		// Most servers never shrink their pool, so they show no line for this state.
+		// Few servers shrink their pool.
 		if (state === RETIRED && !figures[state] && !legend.has(title(name))) return;
 		legend.set(title(name), count(figures[state]), swatch(name));
 	});

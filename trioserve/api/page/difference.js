@@ -4,7 +4,7 @@ import { el, many } from "./words.js";
 
 const WORDS_MAX = 1500; // on each side from where they differ; a table of their product is what finding the common ones takes
 
-/** For each side its parts, [text, isOwn]; how many words are the same before the first that is not, and how many differ. */
+/** Returns each side's parts, [text, isOwn], and counts the equal words at the start and the differing words. */
 function compare(one, other) {
 	const left = one.match(/\s+|\S+/g) ?? [], right = other.match(/\s+|\S+/g) ?? [];
 	let start = 0;
@@ -24,7 +24,7 @@ function compare(one, other) {
 	return { parts, same: Math.ceil(start / 2), differing: Math.max(...counts) };
 }
 
-/** Which words of each are in no longest common subsequence. */
+/** Finds the words outside of the longest common subsequence. */
 function own(a, b) {
 	const width = b.length + 1, lengths = new Uint16Array((a.length + 1) * width);
 	for (let i = a.length - 1; i >= 0; i -= 1) {
@@ -43,7 +43,7 @@ function own(a, b) {
 	return [ownA, ownB];
 }
 
-/** Marks two elements' texts where they differ; returns the sentence that says how. */
+/** Marks the differences of two elements' texts, and returns a sentence about them. */
 export function markDifferences(elements) {
 	const [one, other] = elements.map((element) => element.textContent);
 	if (one === other) return `Both runs are the same: ${many(one.length, "character")}.`;

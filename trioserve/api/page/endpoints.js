@@ -1,4 +1,4 @@
-/** A router's endpoints, how streams move between them, and what a pair holds and sends. */
+/** A router's endpoints, moves of streams, and the KV transfers of pairs. */
 
 import { key, pathOf } from "./asking.js";
 import { feed } from "./feed.js";
@@ -166,7 +166,7 @@ function valued(name, value) {
 	return Number.isInteger(value) ? count(value) : figure(value);
 }
 
-/** What the connector counts, and the faults by their kind, beside the others. */
+/** The connector's counts, and faults by kind. */
 function flat({ counts: more, faults, ...transfers }) {
 	const named = Object.entries(faults ?? {}).map(([kind, total]) => [`faults: ${kind}`, total]);
 	return [...Object.entries({ ...transfers, ...more }), ...named];

@@ -1,4 +1,4 @@
-/** What the server says of itself: one stream of a snapshot and changes, read again whenever it breaks off. */
+/** Reads the server's snapshot and changes, and reconnects when the stream breaks. */
 
 import { errorOf, eventsOf, key } from "./asking.js";
 import { on } from "./words.js";
@@ -26,7 +26,7 @@ class Feed extends EventTarget {
 	/** The server's clock, in seconds. */
 	now() { return performance.now() / 1000 + this.#offset; }
 
-	/** Read, until the server wants a key. Called again, it begins anew. */
+	/** Reads until the server wants a key. A new call starts again. */
 	async start() {
 		this.#abort?.abort();
 		const abort = (this.#abort = new AbortController());

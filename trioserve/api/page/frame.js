@@ -1,4 +1,4 @@
-/** What stands around every page: whether its server is there, the key that it wants, and the colours. */
+/** The frame of every page: connection state, API key and colours. */
 
 import { key } from "./asking.js";
 import { find, on, show, write } from "./words.js";
@@ -13,7 +13,7 @@ export function showStatus(kind, text) {
 	document.body.classList.toggle("stale", kind === "lost");
 }
 
-/** why: the server wants a key, or another one; null: it is content. */
+/** why: reason to ask for a key. null: no key is missing. */
 export function showKey(why) {
 	show(find("key-button"), key.isSet || why !== null);
 	if (why === null) return;
@@ -44,7 +44,7 @@ export function whenKeyIsSet(listener) {
 const THEME = "trioserve-theme";
 const theme = find("theme");
 
-/** listener: called when colours are others, and at once. */
+/** listener: called at once and after changes of colours. */
 export function whenThemeChanges(listener) {
 	const showTheme = () => {
 		if (theme.value) document.documentElement.dataset.theme = theme.value;

@@ -1,4 +1,4 @@
-/** The page: its parts, told of what the feed brings. */
+/** The page: passes the feed's changes to its parts. */
 
 import * as map from "./blocks.js";
 import { note, updateEndpoints, updateModels, updateTransfers } from "./endpoints.js";
@@ -89,7 +89,7 @@ const shownFigures = FIGURES.map(([title, value, more]) => {
 
 const rated = (value) => (value == null ? null : figure(value));
 
-/** The last that was measured within the last minute. */
+/** The last value of the last minute. */
 function latest(series) {
 	return series?.slice(-12).findLast((value) => value != null);
 }
@@ -112,7 +112,7 @@ function showFigures() {
 	}
 }
 
-// Ages and deadlines go on when nothing changes, and tokens/s fall to none.
+// Ages, deadlines and rates also change without new data.
 setInterval(() => {
 	if (!feed.state || document.hidden) return;
 	requests.update();

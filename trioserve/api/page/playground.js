@@ -1,4 +1,4 @@
-/** Chats with the served model: several answers side by side, stopped one by one, two runs compared. */
+/** Chats with the model, with several responses side by side. */
 
 import { eventsOf, key } from "./asking.js";
 import { markDifferences } from "./difference.js";
@@ -11,7 +11,7 @@ const TOOLS = [{ type: "function", function: { name: "get_weather", description:
 	type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }];
 const SCHEMA = { type: "object", properties: { name: { type: "string" }, length_km: { type: "integer" } }, required: ["name", "length_km"], additionalProperties: false };
 
-/** One response on its way, and what is to be seen of it. */
+/** A running response and its elements. */
 class Answer {
 	text = "";
 	calls = [];
@@ -95,7 +95,7 @@ class Answer {
 		if (choice.finish_reason) this.#ending = choice.finish_reason;
 	}
 
-	/** request: what the feed has of it, if it is there. */
+	/** request: the feed's state of it, if any. */
 	see(request) {
 		if (request) this.request = { ...request };
 		this.show();
@@ -141,7 +141,7 @@ let messages = [];
 let answers = [];
 let isComparing = false;
 
-/** The names that requests may bear. */
+/** Names that requests may use. */
 export async function readModels() {
 	const select = find("ask-model");
 	try {
@@ -151,11 +151,11 @@ export async function readModels() {
 		select.replaceChildren(...names.map((name) => el("option", {}, name)));
 		if (names.includes(chosen)) select.value = chosen;
 	} catch {
-		// the feed says that there is no connection, and asks again when there is one
+		// the feed reports a lost connection, and reconnects
 	}
 }
 
-/** Of one that was stopped the blocks come back up to a step later. */
+/** The blocks of a stopped response are free one step later. */
 function hasSaidAll({ isStopped }, request) {
 	return request.ended_at != null && (!isStopped || Boolean(request.freed));
 }
@@ -257,7 +257,7 @@ function onEnd() {
 	if (!answers.some((answer) => answer.request?.freed)) say("The response has ended");
 }
 
-/** A tool is called: its result is written by hand. */
+/** Shows a tool call. The user types its result. */
 function askForResults() {
 	const [answer] = answers;
 	const calls = answers.length === 1 ? answer.calls.filter(Boolean) : [];
@@ -277,7 +277,7 @@ function askForResults() {
 	answer.element.append(el("div.results", {}, ...boxes, send));
 }
 
-/** The chat goes on behind the answer that is there, the first of several. */
+/** Continues the chat after the first response. */
 function keepAnswer(answer = answers[0]) {
 	if (!answer || answer.isKept) return;
 	answer.isKept = true;
@@ -324,7 +324,7 @@ on("ask-text", { keydown: (event) => {
 	find("ask").requestSubmit();
 } });
 on("ask-stop-all", { click: stopAll });
-// A browser may keep a page that was left, and its connections, for who comes back.
+// A browser may keep a left page and its connections.
 on(window, { pagehide: stopAll });
 on("talk-clear", { click: clear });
 for (const [name, example] of Object.entries({ tools: TOOLS, schema: SCHEMA })) {

@@ -1,4 +1,4 @@
-/** The life of requests, a row each: queue, prefill, decode, held, on an axis that ends now. */
+/** A row per request with its phases queue, prefill, decode and held, on an axis that ends now. */
 
 import { key, pathOf } from "./asking.js";
 import { owners } from "./blocks.js";
@@ -33,7 +33,7 @@ class Row {
 		on(this.element, { pointerenter: here, pointerleave: gone, focusin: here, focusout: gone });
 	}
 
-	/** Tokens/s over the last few seconds; on the average once it has ended. */
+	/** Tokens/s over the last seconds, or the average of an ended request. */
 	#rate({ first_token_at: first, ended_at: ended, completion_tokens: tokens }, now) {
 		if (first == null || tokens < 2) return null;
 		this.rate ??= new Rate(first, 0);
@@ -79,12 +79,12 @@ let chosen = null;
 const cancelling = new Set();
 const told = new Set();
 
-/** listener: called with the name of the request that is pointed at, or null. */
+/** listener: called with the name of the request under the pointer, or null. */
 export function whenPointed(listener) { onPoint = listener; }
 
 function point(name) { onPoint(name ?? chosen); }
 
-/** From the map: the row comes into view. */
+/** Scrolls to the row of a block's request. */
 export function choose(name) {
 	chosen = name;
 	for (const [other, row] of rows) row.element.classList.toggle("chosen", other === name);
@@ -117,7 +117,7 @@ export function update() {
 	const live = names.filter(isLive).sort(byEntry), ended = names.filter((name) => !isLive(name)).sort(byEntry).reverse();
 	const wanted = [...live, ...ended], shown = all ? wanted : wanted.slice(0, ROWS_MAX);
 
-	// A row under the pointer or with the focus does not move: its button is about to be pressed.
+	// A row under the pointer or with the focus stays, so that its button can be pressed.
 	const isTouched = table.matches(":hover, :focus-within");
 	const order = isTouched ? [...rows.keys(), ...shown.filter((name) => !rows.has(name))] : shown;
 	const wantedNow = new Set(order);

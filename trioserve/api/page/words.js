@@ -1,4 +1,4 @@
-/** How figures read, and how elements are made. */
+/** Formats figures and creates elements. */
 
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
@@ -47,7 +47,7 @@ export function many(value, noun) {
 
 const RATE_SECONDS = 2.5;
 
-/** How fast a count grows, over the last few seconds, or from the beginning: when it was at first known, and how much. */
+/** Growth rate of a count over the last seconds, or since its first value. */
 export class Rate {
 	#samples;
 	constructor(now, total) { this.#samples = [[now, total]]; }
@@ -62,27 +62,27 @@ export class Rate {
 	}
 }
 
-/** What a cancel brought back, as a sentence; null while it is not known. */
+/** The outcome of a cancel as a sentence, or null if unknown. */
 export function freed(request) {
 	const { freed } = request;
 	if (!freed) return null;
 	return `${many(freed.blocks, "block")} free after ${many(freed.steps, "step")}, ${duration(freed.seconds)}`;
 }
 
-/** How many KV blocks a request has. */
+/** Number of a request's KV blocks. */
 export function blocksOf(request) {
 	return (request.blocks ?? []).reduce((sum, [, length]) => sum + length, 0);
 }
 
 export const find = (id) => document.getElementById(id);
 
-/** on("map", { click: (event) => ... }): told of what happens to an element, given itself or by its id. */
+/** on("map", { click: (event) => ... }): adds listeners to an element or to the element of an id. */
 export function on(where, listeners) {
 	const target = typeof where === "string" ? find(where) : where;
 	for (const [name, listener] of Object.entries(listeners)) target.addEventListener(name, listener);
 }
 
-/** el("p.note", { hidden: true }, "text", child): what is no property of elements is an attribute. */
+/** el("p.note", { hidden: true }, "text", child): an unknown property becomes an attribute. */
 export function el(what, properties = {}, ...children) {
 	const [tag, ...classes] = what.split(".");
 	const made = document.createElement(tag);
@@ -95,7 +95,7 @@ export function el(what, properties = {}, ...children) {
 	return made;
 }
 
-/** A list of terms and what is to be said of each, in the order in which they came. */
+/** A list of terms and values, in order of arrival. */
 export class Terms {
 	#values = new Map();
 	constructor(list) { this.list = list; }
@@ -113,13 +113,13 @@ export class Terms {
 	}
 }
 
-/** A square, as legends have it; what it says stands beside it. */
+/** A square of a legend, beside its label. */
 export const swatch = (kind, owner) => el(`i.swatch.${kind}`, { "aria-hidden": "true", style: ownColour(owner) });
 
 /** Of everything that is one request's, or one part's of a step. */
 export const ownColour = (owner) => (owner == null ? "" : `--own: var(--owner-${owner})`);
 
-/** Writes only what differs: a page that changes four times a second should not lay out what stays. */
+/** Writes only changed text, because each write costs a layout. */
 export function write(element, text) {
 	if (element.textContent !== text) element.textContent = text;
 }
@@ -129,7 +129,7 @@ export function show(element, visible) {
 }
 
 let saidLast = 0;
-/** Told to screen readers, one sentence at a time. */
+/** Announces a sentence to screen readers. */
 export function say(text) {
 	const mine = ++saidLast;
 	find("said").textContent = "";
