@@ -160,8 +160,8 @@ inline void scan_selected(const Recurrent& layer, float* memory, const StateSpan
     }
 }
 
-// What updates a head's state with one row: [vectors] each. key and query are already scaled to their lengths. decays
-// multiply the rows of the state. faded: key times decays.
+// The vectors with which one row updates a head's state, [key size] each. The caller has normalized query and key. decays
+// multiply the rows of the state, and faded is key times decays. share is the step size of the correction.
 struct DeltaRow {
     float *query, *key, *decays, *faded;
     float share;

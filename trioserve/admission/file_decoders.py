@@ -231,7 +231,7 @@ class AudioDecoder(FileDecoder):
             self._hold(-recording.byte_count)
 
     async def seconds(self, content: bytes, processing: Spectrogram, place: str, *, tenant: str) -> float:
-        """Return the length of a recording. Only decoding tells it.
+        """Return the length of a recording, which only decoding can measure.
 
         Args:
             content: The file.

@@ -250,7 +250,7 @@ class ModelRuns(Generic[LoadedT]):
         async with trio.open_nursery() as self._nursery:
             task_status.started()
             while True:
-                self._changed.set()  # If time passed, nobody has set it yet.
+                self._changed.set()  # If only time passed, no other task has set the event.
                 self._changed = trio.Event()
                 for run in self._runs.values():
                     self._models.on_progress(run.name, run.progress_at)
